@@ -5,8 +5,8 @@
 Prints median [min, max] of ratios; above 1, the mount is faster. ``write`` compares with ext4 plus the chunking alone:
 hashing and storing the same number of bytes by a call, without a mount. Cold: the segments, or the file, are dropped
 from the page cache first. Every turn writes new random bytes. Then names: files of one byte are saved, looked up with
-``stat`` by a process that has not seen them, renamed and removed; against ext4, and with ``pip install mfusepy`` and
-libfuse3 also against ext4 shown by a FUSE process that passes calls on.
+``stat`` by a process that has not seen them, listed as by ``ls -l``, renamed and removed; against ext4, and with
+``pip install mfusepy`` and libfuse3 also against ext4 shown by a FUSE process that passes calls on.
 """
 
 from __future__ import annotations
@@ -109,6 +109,12 @@ def names(folder: Path) -> dict[str, float]:
     timed("save", lambda path: path.write_bytes(b"x"))
     time.sleep(NAME_SECONDS)
     timed("stat", lambda path: path.stat())
+    time.sleep(NAME_SECONDS)
+    began = time.monotonic()
+    with os.scandir(folder) as entries:
+        listed = sum(entry.stat().st_size for entry in entries if entry.name.isdigit())
+    took["list with stat"] = time.monotonic() - began
+    assert listed == NAMES, f"{listed} of {NAMES} files"
     timed("rename", lambda path: path.rename(path.with_suffix(".new")))
     paths = [path.with_suffix(".new") for path in paths]
     timed("unlink", lambda path: path.unlink())
@@ -140,6 +146,9 @@ def serve_passed(source: str, where: str) -> None:
         def truncate(self, path: str, length: int, fh: int | None = None) -> int:
             os.truncate(source + path, length)
             return 0
+
+        def readdir(self, path: str, fh: int) -> list[str]:
+            return [".", "..", *os.listdir(source + path)]
 
         def rename(self, old: str, new: str) -> int:
             os.rename(source + old, source + new)

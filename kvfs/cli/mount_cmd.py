@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import subprocess
 import sys
@@ -53,6 +54,7 @@ def _ready(fd: int | None, show: Callable[[], None]) -> Callable[[], None]:
     """What says that the mount can be used: to the starting process, if there is one."""
 
     def tell() -> None:
+        gc.freeze()  # else a collection among all imported objects stops all threads for 10 ms, within a load
         if fd is None:
             show()
             sys.stdout.flush()

@@ -142,10 +142,7 @@ def parse_row(key: bytes, value: bytes | None) -> Row | None:
     extents_end = _HEAD.size + _EXTENT.size * extents_n
     if len(value) != extents_end + (HASH_BYTES + ROOT_BYTES) * present.bit_count():
         return None
-    if extents_n == 1:
-        extents: tuple[Extent, ...] = (Extent._make(_EXTENT.unpack_from(value, _HEAD.size)),)
-    else:
-        extents = tuple(map(Extent._make, _EXTENT.iter_unpack(value[_HEAD.size : extents_end])))
+    extents = _extents(value, extents_n)
     covered = end = 0
     for first, chunks, codec, flags, _, block, stride, stored, leaf, seq, _ in extents:
         if not chunks or first < end:  # hashes and roots are in the order of the chunks
@@ -160,6 +157,18 @@ def parse_row(key: bytes, value: bytes | None) -> Row | None:
             if block + last * stride | leaf + last * leaves | seq + last > _U32_MAX:
                 return None
     return Row(value, present, leaves, extents) if covered == present else None  # so no chunk is beyond RUN either
+
+
+def checked_row(value: bytes) -> Row:
+    """The row of bytes that ``parse_row``, or the native library, has accepted."""
+    _, _, extents_n, _, present, leaves = _HEAD.unpack_from(value)
+    return Row(value, present, leaves, _extents(value, extents_n))
+
+
+def _extents(value: bytes, count: int) -> tuple[Extent, ...]:
+    if count == 1:
+        return (Extent._make(_EXTENT.unpack_from(value, _HEAD.size)),)
+    return tuple(map(Extent._make, _EXTENT.iter_unpack(value[_HEAD.size : _HEAD.size + _EXTENT.size * count])))
 
 
 def pack_row(key: bytes, places: dict[int, Place], leaves: int) -> bytes:

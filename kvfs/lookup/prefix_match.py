@@ -232,14 +232,17 @@ def restorable(groups: Iterable[GroupMatch], chunks: int, good: Mapping[str, int
 def used_ranges(hits: Iterable[Hit], run_length: int, good: int) -> list[tuple[int, int, int]]:
     """(segment, first record, count) of the records that store the chunks in ``good``; neighbours are merged."""
     ranges: list[tuple[int, int, int]] = []
+    segment = first = count = 0
     for hit in hits:
         bits = hit.bits & good >> hit.run * run_length
         row = hit.row() if bits else None
         for e in row.extents if row is not None else ():
             if not bits >> e.first & (1 << e.chunks) - 1:
                 continue
-            if ranges and ranges[-1][0] == e.segment and sum(ranges[-1][1:]) == e.seq:
-                ranges[-1] = (e.segment, ranges[-1][1], ranges[-1][2] + e.chunks)
-            else:
-                ranges.append((e.segment, e.seq, e.chunks))
-    return ranges
+            if e.segment == segment and first + count == e.seq:
+                count += e.chunks
+                continue
+            if count:
+                ranges.append((segment, first, count))
+            segment, first, count = e.segment, e.seq, e.chunks
+    return [*ranges, (segment, first, count)] if count else ranges

@@ -11,7 +11,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeAlias, overload
 
-from kvfs.index.rows import Row, parse_row
+from kvfs.index.rows import Row, checked_row, parse_row
 from kvfs.pages.layout import Part
 
 _ROW = struct.Struct("<IIIIQ40s")  # kvfs_row
@@ -27,11 +27,12 @@ class Hit:
     value: bytes
     bits: int
     _row: Row | None = field(default=None, repr=False, compare=False)
+    checked: bool = field(default=False, repr=False, compare=False)  # its bytes are known to be a row
 
     def row(self) -> Row | None:
         """The row, parsed once per process; None if its bytes are damaged."""
         if self._row is None:
-            self._row = parse_row(self.key, self.value)
+            self._row = checked_row(self.value) if self.checked else parse_row(self.key, self.value)
         return self._row
 
     def __reduce__(self) -> tuple[type[Hit], tuple[int, Part, bytes, bytes, int]]:
@@ -51,7 +52,8 @@ class HitBlock:
         if self._hits is None:
             values, hits = self._values, dict[int, list[Hit]]()
             for number, part, bits, nbytes, at, key in _ROW.iter_unpack(self._rows):
-                hits.setdefault(number, []).append(Hit(number, self._parts[part], key, values[at : at + nbytes], bits))
+                hit = Hit(number, self._parts[part], key, values[at : at + nbytes], bits, None, True)
+                hits.setdefault(number, []).append(hit)
             self._hits = hits
         return self._hits.get(run, ())
 

@@ -12,8 +12,8 @@ import mmap
 import os
 import threading
 from collections.abc import Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor, wait
-from typing import TypeAlias
+from concurrent.futures import Future, ThreadPoolExecutor, wait
+from typing import NamedTuple
 
 from kvfs.lookup.prefix_match import PrefixMatch
 from kvfs.mount import cells
@@ -26,9 +26,12 @@ from kvfs.system.files import Files
 
 FILES = "files"  # name of the namespaces
 REVISION = "format-1"
-BATCH_PAGES = 128  # of one put or get: 8 MiB
+BATCH_PAGES = 128  # of one put: 8 MiB
 BATCH_BYTES = BATCH_PAGES * PAGE_BYTES
-LOADERS = 2  # batches that are loaded at once, of all files; each reads with several threads, and more cost only CPU
+LOAD_PAGES = 256  # of one lookup, and of one copy or get: 16 MiB
+LOAD_BYTES = LOAD_PAGES * PAGE_BYTES
+LOADERS = 2  # batches that are copied at once, of all files; each reads with several threads
+LOADED_AHEAD = LOADERS + 1  # batches of one file that are looked up and not copied yet
 SAVE_TRIES = 2  # a page that was there may be evicted while the rest is stored
 SAVE_SECONDS = 30.0  # longest wait for an index that does not answer, or for pages that another process is writing
 FIND_SECONDS = 5.0  # longest wait for an answer whether pages are there: of a busy machine, or during a rebuild
@@ -138,27 +141,40 @@ class Chunks:
         spots = _Spots(manifest.pieces)
         try:
             self._spool.truncate(file, manifest.size)
-            batches = [(file, spots, *run) for run in _runs(manifest)]
-            if len(batches) == 1:
-                self._load_batch(batches[0], manifest.size)
-            else:  # reads from a disk next to each other, and next to the writes of others
-                waiting = [self._loaders.submit(self._load_batch, batch, manifest.size) for batch in batches]
-                try:
-                    for future in waiting:
-                        future.result()
-                finally:
-                    for future in waiting:
-                        future.cancel()
-                    wait(waiting)  # none may write to the file after it is released
+            if manifest.size > BATCH_BYTES:
+                self._clock.fallocate(file.fd, 0, manifest.size)  # once, in place of at each block that is written
+            if manifest.size > LOAD_BYTES:
+                self._load_all([_Batch(file, spots, *run) for run in _runs(manifest)])
+            else:
+                for run in _runs(manifest):
+                    self._load_batch(_Batch(file, spots, *run), self._match(run[1], run[2]))
         except BaseException:
             self._spool.release(file)
             raise
         return file
 
-    def _load_batch(self, batch: _Batch, file_bytes: int) -> None:
-        file, spots, at, size, keys = batch
-        parts = list(spots.cut(at, min(len(keys) * size, file_bytes - at)))
-        with self._match(size, keys) as match:
+    def _load_all(self, batches: Sequence[_Batch]) -> None:
+        """Look up one batch after the other, while threads copy those before it: so the disk has no pauses."""
+        waiting: list[tuple[Future[None], PrefixMatch]] = []
+        try:
+            for number, batch in enumerate(batches):
+                if number >= LOADED_AHEAD:
+                    waiting[number - LOADED_AHEAD][0].result()
+                match = self._match(batch.size, batch.keys)
+                waiting.append((self._loaders.submit(self._load_batch, batch, match), match))
+            for future, _ in waiting:
+                future.result()
+        finally:
+            for future, match in waiting:
+                if future.cancel():
+                    match.close()
+            wait([future for future, _ in waiting])  # none may write to the file after it is released
+
+    def _load_batch(self, batch: _Batch, found: PrefixMatch) -> None:
+        """Copy the pages of a match, which it closes, into the file."""
+        file, size, keys = batch.file, batch.size, batch.keys
+        parts = list(batch.spots.cut(batch.at, min(len(keys) * size, file.size - batch.at)))
+        with found as match:
             if self._space(size).copy(match, file.fd, [(begin, end - begin, to) for to, begin, end in parts]):
                 return
             buffer = self._buffer()
@@ -173,7 +189,7 @@ class Chunks:
         """Memory for a batch, of the calling thread. Aligned to pages, as reads past the page cache need it."""
         buffer: memoryview | None = getattr(self._local, "buffer", None)
         if buffer is None:
-            buffer = self._local.buffer = memoryview(mmap.mmap(-1, BATCH_BYTES))
+            buffer = self._local.buffer = memoryview(mmap.mmap(-1, LOAD_BYTES))
         return buffer
 
     def find(self, manifest: Manifest, *, touch: bool = False) -> frozenset[bytes] | None:
@@ -216,8 +232,8 @@ class Chunks:
 def _runs(manifest: Manifest) -> Iterator[tuple[int, int, tuple[bytes, ...]]]:
     """(place in the stream, size of a page, keys) of each batch, in stream order."""
     whole = manifest.whole_pages
-    for first in range(0, whole, BATCH_PAGES):
-        yield first * PAGE_BYTES, PAGE_BYTES, manifest.keys[first : min(whole, first + BATCH_PAGES)]
+    for first in range(0, whole, LOAD_PAGES):
+        yield first * PAGE_BYTES, PAGE_BYTES, manifest.keys[first : min(whole, first + LOAD_PAGES)]
     if manifest.last_page:
         yield whole * PAGE_BYTES, manifest.last_page, manifest.keys[whole:]
 
@@ -229,10 +245,6 @@ def _in_stream_order(pieces: Sequence[Piece]) -> list[tuple[int, int, int]]:
         found.append((piece.at, at, piece.nbytes))
         at += piece.nbytes
     return sorted(found)
-
-
-#: File, where its bytes belong, place in the stream, size of a page, keys of the pages.
-_Batch: TypeAlias = "tuple[SpoolFile, _Spots, int, int, tuple[bytes, ...]]"
 
 
 class _Spots:
@@ -247,6 +259,16 @@ class _Spots:
             begin, end = max(at, stream), min(at + nbytes, stream + length)
             if begin < end:
                 yield offset + begin - stream, begin - at, end - at
+
+
+class _Batch(NamedTuple):
+    """Neighbouring pages of the stream, and the file where they belong."""
+
+    file: SpoolFile
+    spots: _Spots
+    at: int  # in the stream
+    size: int  # of a page
+    keys: tuple[bytes, ...]
 
 
 def _batches(

@@ -26,8 +26,8 @@ from kvfs.types import Verify
 COLD_THREADS = 8  # parallel reads of what is not in the page cache: keeps several requests queued at a disk
 PIECE_BYTES = 512 << 10  # read and checksummed at once: stays in a core's cache in between
 READ_BYTES = 4 << 20  # one read of what is not in the page cache
-COPY_BYTES = 1 << 20  # copied to a file at once: stays in a core's cache in between
-COPY_THREADS = 2  # of one copy: copies of several batches run at once
+COPY_BYTES = 2 << 20  # copied to a file at once: one huge page, so one request to the disk
+COPY_THREADS = 3  # of one copy: copies of several batches run at once
 VERIFIED_MAX = 1 << 20  # pages that policy "first" remembers as verified
 
 #: Chunks that were read and verified, as bits; bad records as (segment, seq).

@@ -103,7 +103,9 @@ def plan_runs(gm: GroupMatch, held: Mapping[int, OpenSegment]) -> tuple[list[Run
     Chunks whose segment has been dropped are in the set (bits) and in no run: they are misses.
     """
     runs: list[Run] = []
-    wanted, covered = (1 << gm.count) - 1 << gm.first, 0
+    files: dict[int, OpenSegment | None] = {}
+    wanted, covered, stride = (1 << gm.count) - 1 << gm.first, 0, fmt.align(gm.part_bytes)
+    next_chunk = next_offset = next_leaf = -1  # of a page that the last run continues with
     for hit in gm.hits:
         base = hit.run * gm.run_length
         bits = hit.bits & (wanted & ~covered) >> base
@@ -113,16 +115,27 @@ def plan_runs(gm: GroupMatch, held: Mapping[int, OpenSegment]) -> tuple[list[Run
                 continue
             chunk = base + e.first + skipped
             covered |= (1 << count) - 1 << chunk
-            file = held.get(e.segment)
+            if e.segment not in files:
+                files[e.segment] = held.get(e.segment)
+            file = files[e.segment]
             if file is None or row is None:
                 continue
-            leaf_bytes = row.leaves * LEAF_BYTES
-            run = Run(
-                file, e.segment, (e.block + skipped * e.stride) * fmt.BLOCK, e.stride * fmt.BLOCK, chunk,
-                e.leaf and e.leaf * LEAF_BYTES + skipped * leaf_bytes, leaf_bytes, roots,
-                list(range(e.seq + skipped, e.seq + skipped + count)),
-            )  # fmt: skip
-            runs += _evenly(run, fmt.align(gm.part_bytes))
+            leaf_bytes, seq = row.leaves * LEAF_BYTES, e.seq + skipped
+            offset, leaf = (
+                (e.block + skipped * e.stride) * fmt.BLOCK,
+                e.leaf and e.leaf * LEAF_BYTES + skipped * leaf_bytes,
+            )
+            even = count == 1 or e.stride * fmt.BLOCK == stride
+            follows = chunk == next_chunk and offset == next_offset and leaf == next_leaf
+            if even and follows and runs[-1].held is file:  # pages of keys have a row each, and come in order
+                runs[-1].roots += roots
+                runs[-1].seqs.extend(range(seq, seq + count))
+            else:
+                seqs = list(range(seq, seq + count))
+                run = Run(file, e.segment, offset, e.stride * fmt.BLOCK, chunk, leaf, leaf_bytes, roots, seqs)
+                runs += _evenly(run, stride)
+            next_chunk, next_offset = chunk + count, offset + count * stride if even else -1
+            next_leaf = leaf and leaf + count * leaf_bytes
     runs.sort(key=lambda run: run.chunk)  # rows of forks may interleave
     return _joined(runs), covered
 

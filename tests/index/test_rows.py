@@ -26,7 +26,7 @@ from kvfs.format.checksums import checksum
 from kvfs.index import rows
 from kvfs.index.lmdb_files import open_environment, open_tables
 from kvfs.index.row_updates import Publish, RunKeys, Target, claim_run, forget, publish, sweep
-from kvfs.index.rows import CLAIM, CLAIM_SECONDS, RUN, Place, claim, pack_row, parse_row
+from kvfs.index.rows import CLAIM, CLAIM_SECONDS, RUN, Place, checked_row, claim, pack_row, parse_row
 from kvfs.index.session import Session
 from kvfs.index.tables import ACTIVE, DROPPED, SegmentRow
 from kvfs.lookup.search import GroupLookup, Prompt, prefix_length
@@ -70,6 +70,7 @@ def test_a_row_survives_the_index(places: dict[int, Place], leaves: int) -> None
     row = parse_row(KEY, value)
     assert row is not None and (row.leaves, row.present) == (leaves, sum(1 << j for j in places))
     assert dict(row.places()) == places
+    assert dict(checked_row(value).places()) == places
 
 
 @given(st.dictionaries(slots, neighbours, min_size=2))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import os
+import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -14,8 +15,9 @@ import pytest
 import kvfs
 from kvfs.errors import IndexUnavailableError
 from kvfs.format import segment as fmt
+from kvfs.lookup.prefix_match import PrefixMatch
 from kvfs.mount import cells
-from kvfs.mount.chunks import BATCH_BYTES, FIND_SECONDS, SAVE_SECONDS, Chunks
+from kvfs.mount.chunks import FIND_SECONDS, LOAD_BYTES, LOADED_AHEAD, SAVE_SECONDS, Chunks
 from kvfs.mount.manifest import PAGE_BYTES, Piece
 from kvfs.mount.spool import Spool
 from kvfs.namespace import Namespace
@@ -23,7 +25,7 @@ from kvfs.native import library
 from kvfs.system.memory_views import address_of
 from kvfs.testing import FakeClock
 from tests.mount.kernel import ME, Mounted
-from tests.stores import seeded
+from tests.stores import seeded, wait_until
 
 Hang = Callable[[int], None]
 
@@ -31,7 +33,7 @@ Hang = Callable[[int], None]
 def test_a_batch_is_loaded_where_reads_past_the_page_cache_may_go(store: kvfs.Store, tmp_path: Path) -> None:
     chunks = Chunks(store, Spool(str(tmp_path), 1 << 20))
     buffer = chunks._buffer()
-    assert len(buffer) == BATCH_BYTES
+    assert len(buffer) == LOAD_BYTES
     assert address_of(buffer) % fmt.BLOCK == 0
     chunks.close()
 
@@ -170,3 +172,59 @@ def test_a_file_in_pieces_is_loaded_with_and_without_the_native_library(
     assert bool(gets) != native
     mounted.spool.release(loaded)
     mounted.spool.release(file)
+
+
+@pytest.fixture
+def batches_of_one_page(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("kvfs.mount.chunks.LOAD_PAGES", 1)
+    monkeypatch.setattr("kvfs.mount.chunks.LOAD_BYTES", PAGE_BYTES)
+
+
+@pytest.fixture
+def matches(monkeypatch: pytest.MonkeyPatch) -> list[PrefixMatch]:
+    """What is looked up."""
+    found, match_keys = list[PrefixMatch](), Namespace.match_keys
+
+    def noted(*args: Any) -> PrefixMatch:
+        found.append(match_keys(*args))
+        return found[-1]
+
+    monkeypatch.setattr(Namespace, "match_keys", noted)
+    return found
+
+
+@pytest.mark.usefixtures("batches_of_one_page")
+def test_batches_are_looked_up_while_others_are_copied_but_not_all_of_them(
+    mounted: Mounted, matches: list[PrefixMatch], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    data = seeded(4, 12 * PAGE_BYTES + 1)
+    mounted.kernel.save("files/a", data)
+    matches.clear()
+    may_copy, copy = threading.Event(), Namespace.copy
+    monkeypatch.setattr(Namespace, "copy", lambda *args: may_copy.wait(60) and copy(*args))
+    found = list[bytes]()
+    reader = threading.Thread(target=lambda: found.append(mounted.kernel.load("files/a")))
+    reader.start()
+    wait_until(lambda: len(matches) == LOADED_AHEAD)
+    assert not found
+    may_copy.set()
+    reader.join()
+    assert found == [data] and len(matches) == 13
+
+
+@pytest.mark.usefixtures("batches_of_one_page")
+def test_a_load_that_fails_leaves_no_segment_held(
+    mounted: Mounted, matches: list[PrefixMatch], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    mounted.kernel.save("files/a", seeded(5, 12 * PAGE_BYTES + 1))
+    matches.clear()
+
+    def fail(*args: Any) -> bool:
+        raise OSError(errno.EIO, "the disk")
+
+    monkeypatch.setattr(Namespace, "copy", fail)
+    with pytest.raises(OSError, match="Errno 5"):
+        mounted.kernel.load("files/a")
+    assert 0 < len(matches) < 13
+    assert not any(match.hold and match.hold.acquire() for match in matches)
+    assert not mounted.spool.used_bytes()

@@ -6,6 +6,7 @@ import ctypes
 import errno
 import os
 import random
+import re
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -219,3 +220,16 @@ def test_a_read_that_the_file_system_does_not_support_goes_the_other_way(
             out = bytearray(match.nbytes)
             assert ns.get(match, out) == 4 and out == data
     assert calls == [False]
+
+
+@pytest.mark.skipif(not os.path.exists("/sys/kernel/mm/transparent_hugepage"), reason="a kernel without huge pages")
+def test_copies_read_into_huge_pages() -> None:
+    address = payloads._scratch(STEP)
+    assert not address % payloads.HUGE_BYTES and address == payloads._scratch(1)
+    inside, flags = False, ""
+    for line in Path("/proc/self/smaps").read_text().splitlines():
+        if found := re.match(r"([0-9a-f]+)-([0-9a-f]+) ", line):
+            inside = int(found[1], 16) <= address < int(found[2], 16)
+        elif inside and line.startswith("VmFlags:"):
+            flags = line
+    assert " hg" in flags and " sh" not in flags

@@ -42,6 +42,20 @@ def test_neighbours_are_one_read_up_to_its_limit() -> None:
     assert planned((row,), 7, 3 * PAGE) == [(0, 3, 10, b"\1\2\3"), (3, 3, 13, b"\4\5\6"), (6, 1, 16, b"\7")]
 
 
+def test_pages_of_keys_that_are_neighbours_are_one_run() -> None:
+    """Each has a row of its own."""
+    key = bytes(40)
+    blocks = [10, 11, 12, 20, 21, 5]
+    hits = tuple(Hit(n, WANT, key, pack_row(key, {0: place(block, 1 + n)}, 1), 1) for n, block in enumerate(blocks))
+    gm = GroupMatch(0, "full", WANT, None, PAGE, 0, 6, hits, 1)
+    runs, covered = plan_runs(gm, {1: OpenSegment(1, bytes(16), -1, "")})
+    assert covered == 0b111111
+    assert [(run.chunk, run.offset // PAGE, run.seqs) for run in runs] == [
+        (0, 10, [1, 2, 3]), (3, 20, [4, 5]), (5, 5, [6]),
+    ]  # fmt: skip
+    assert b"".join(run.roots for run in runs) == b"".join((1 + n).to_bytes(16, "little") for n in range(6))
+
+
 def test_runs_have_no_gaps_whatever_a_row_says() -> None:
     """The copy of a whole run has room for its pages, not for bytes between them."""
     row = hit({j: place(10 + 7 * j, 1 + j) for j in range(3)} | {3: place(25, 4)})
