@@ -254,8 +254,9 @@ class RankGroup:
             table = self.tables.table(rank)
             if table is not None and table.instance not in self._sources and table.instance not in self._refused:
                 self._open(rank, table)
+                self._show_reached()  # not behind the next one: its kernels may have to be compiled
+        self._show_reached()
         tables = {rank: self.tables.table(rank) for rank in range(self.tables.ranks)}
-        self._own.reach(sum(1 << rank for rank, t in tables.items() if t is not None and t.instance in self._sources))
         alive = {table.instance for table in tables.values() if table is not None}
         self._refused = Counter({instance: 1 for instance in self._refused if instance in alive})
         for instance in [one for one in self._sources if one not in alive]:
@@ -265,6 +266,10 @@ class RankGroup:
             if memory is not None:
                 self._lane.wait()
                 memory.close()
+
+    def _show_reached(self) -> None:
+        tables = {rank: self.tables.table(rank) for rank in range(self.tables.ranks)}
+        self._own.reach(sum(1 << rank for rank, t in tables.items() if t is not None and t.instance in self._sources))
 
     def _open(self, rank: int, table: PeerTable) -> None:
         pools = self._pools
@@ -297,8 +302,8 @@ class RankGroup:
     @property
     def peers(self) -> list[int]:
         """Ranks that can be pulled from now, this one not counted."""
-        tables = {rank: self.tables.table(rank) for rank in range(self.tables.ranks) if rank != self.rank}
-        return [rank for rank, table in tables.items() if table is not None and table.instance in self._sources]
+        reached = self._own.reached
+        return [rank for rank in range(self.tables.ranks) if rank != self.rank and reached >> rank & 1]
 
     def wait_for_peers(self, ranks: int, timeout: float) -> bool:
         """Wait until ``ranks`` peers can be pulled from; for tests and benchmarks."""

@@ -108,9 +108,11 @@ class OwnTable:
         self._leases = SharedLeases(native, lease_base, SLOTS, first)
         self._holders = {group: array("I", [NONE]) * (units * page.per_unit) for group, (page, units) in pages.items()}
         self._stamp = 0
+        self.reached = 0
 
     def reach(self, ranks: int) -> None:
         """The ranks that this one can pull from, as bits: processes that only plan read it."""
+        self.reached = ranks
         self._map[REACHED_AT:HEAD_BYTES] = ranks.to_bytes(8, "little")
 
     def publish(self, group: str, hashes: bytes, subs: array[int], units: array[int], leaves: bytes) -> None:
