@@ -516,6 +516,8 @@ class Store:
                 raise ConfigError("nothing is chosen for the push: pass names of namespaces, prefixes= or match=")
             pusher = Pusher(self._shared.c, held.enter_context(self.bucket()), self.settings.remote.requests)
             done = pusher.run(spaces, matches, progress)
+        if done.failed:
+            self._shared.kept_bucket().forget()  # its credentials may have expired
         if not self.read_only:
             self._shared.c.events.add("pushed", stored=done.stored, failed=done.failed)
         return done
@@ -555,6 +557,8 @@ class Store:
                     uses.flush(bucket, self.settings.remote.requests)
                 except RemoteError as exc:  # what came is here all the same
                     done.problems.append(f"the bucket was not told what is used: {exc}")
+        if done.failed:
+            self._shared.kept_bucket().forget()
         self._shared.c.events.add("pulled", stored=done.stored, refused=done.refused, failed=done.failed)
         return done
 

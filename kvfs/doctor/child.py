@@ -46,7 +46,7 @@ def main() -> None:
     """The child: one line of JSON, then the end, which a disk may delay."""
     setup: dict[str, Any] = json.loads(sys.argv[2])
     null = os.open(os.devnull, os.O_RDWR)
-    for stream in (1, 2):  # whoever reads the output of the command must not wait for this process
+    for stream in (1, 2):  # a reader of the output of the command must not wait for this process
         os.dup2(null, stream)
     line = json.dumps(_answer(setup["path"], with_report=setup["report"])).encode() + b"\n"
     with contextlib.suppress(BrokenPipeError), open(setup["fd"], "wb") as answer:

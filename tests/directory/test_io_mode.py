@@ -453,7 +453,7 @@ class Direct(Files):
     count = 0
 
     def reopen(self, fd: int, flags: int, keep: list[int | None]) -> int:
-        self.count += 1
+        self.count += not flags & os.O_DIRECTORY
         return super().reopen(fd, flags, keep)
 
     def fdatasync(self, fd: int) -> None:

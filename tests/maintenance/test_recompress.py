@@ -338,16 +338,22 @@ def test_one_large_page_among_small_ones_does_not_decline_them_all_for_space(tmp
         assert restored(ns, tokens_of(0, 100)) == pages
 
 
-def test_tiny_pages_do_not_hold_the_index_for_long(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    pages = seeded(1, 600 * TINY_BYTES)
-    moved: list[int] = []
+@pytest.fixture
+def moved(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """How many records each batch of copies has moved."""
+    sizes: list[int] = []
     relocate = Appender.relocate
 
     def spied(appender: Appender, job: Any) -> int:
-        moved.append(len(job.moves))
+        sizes.append(len(job.moves))
         return relocate(appender, job)
 
     monkeypatch.setattr(Appender, "relocate", spied)
+    return sizes
+
+
+def test_tiny_pages_do_not_hold_the_index_for_long(tmp_path: Path, moved: list[int]) -> None:
+    pages = seeded(1, 600 * TINY_BYTES)
     with kvfs.open(tmp_path / "store", capacity="256MiB", segment_bytes="16MiB") as store:
         ns = store.namespace("tiny", tiny(), "1")
         assert ns.put(tokens_of(0, 600), pages).stored == 600
@@ -357,16 +363,8 @@ def test_tiny_pages_do_not_hold_the_index_for_long(tmp_path: Path, monkeypatch: 
         assert restored(ns, tokens_of(0, 600)) == pages
 
 
-def test_copies_are_made_in_batches_of_a_quarter_of_a_segment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_copies_are_made_in_batches_of_a_quarter_of_a_segment(tmp_path: Path, moved: list[int]) -> None:
     """A batch needs room for all of its records in one segment."""
-    moved: list[int] = []
-    relocate = Appender.relocate
-
-    def spied(appender: Appender, job: Any) -> int:
-        moved.append(len(job.moves))
-        return relocate(appender, job)
-
-    monkeypatch.setattr(Appender, "relocate", spied)
     layout = PageLayout.kv(layers=2, kv_heads=2, head_dim=16, dtype="bfloat16", page_tokens=16)
     assert layout.page_bytes == 4096
     with kvfs.open(tmp_path / "store", capacity="16MiB", segment_bytes="256KiB") as store:

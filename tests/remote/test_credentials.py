@@ -74,6 +74,7 @@ def test_a_push_whose_credentials_expire_is_complete_once_they_are_renewed(
         done = here.push(["chat"])
         assert done.failed and done.stored < PROMPTS * CHUNKS
         assert "the credentials have expired" in done.problems[0]
+        assert here._shared.kept_bucket()._bucket is None, "its client may use the old ones for a moment"
         assert "the credentials have expired" in reachable.problem(here.settings.remote, seconds=60)
         write(credentials, "second")
         done = here.push(["chat"])
