@@ -168,7 +168,7 @@ MUTATIONS = (
     ),
     Mutation(
         "settle a page twice", "kvfs/transfer/control.py",
-        "            self._open[group] ^= fresh\n", "",
+        "            self._open[group] ^= fresh  # last: an interrupt before it has these pages recorded again\n", "",
         ("tests/transfer/test_host_io.py::test_save_and_load",),
     ),
     Mutation(
