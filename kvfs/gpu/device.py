@@ -11,6 +11,7 @@ import ctypes
 import mmap
 import os
 import threading
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from functools import partial
@@ -189,11 +190,18 @@ class Pinned:
 
 
 class _Stream:
-    """A CUDA stream. The calling thread has entered its device."""
+    """A CUDA stream. The calling thread has entered its device.
 
-    def __init__(self, torch: Any, stream: Any, constants: Any) -> None:
-        self._torch, self._stream, self._constants = torch, stream, constants
-        self._handle = int(stream.cuda_stream)
+    torch deals its streams out of a pool of 32 again and again, so one of them may be a stream of the engine: kvfs
+    would wait for the engine's work, and what kvfs enqueues would end the capture of a graph there. This one is made by
+    the driver.
+    """
+
+    def __init__(self, torch: Any, index: int, priority: int, constants: Any) -> None:
+        self._torch, self._constants = torch, constants
+        self._handle = driver.make_stream(priority)
+        weakref.finalize(self, _end_stream, self._handle, os.getpid()).atexit = False
+        self._stream = torch.cuda.ExternalStream(self._handle, torch.device("cuda", index))
         self._launches: dict[object, Launch | None] = {}  # None: only Triton can
 
     def copy_in(self, target: int, source: int, nbytes: int) -> None:
@@ -304,6 +312,12 @@ class _Stream:
         return self._torch.as_tensor(_Raw(address, elements, element), device=self._stream.device)
 
 
+def _end_stream(handle: int, pid: int) -> None:
+    if pid == os.getpid():  # a child that was forked has no context
+        with contextlib.suppress(CudaError):
+            driver.end_stream(handle)
+
+
 class _Raw:
     """Device memory as other libraries describe it to torch (CUDA Array Interface, version 2)."""
 
@@ -379,7 +393,8 @@ class Gpu:
         return bool(self._torch.cuda.is_current_stream_capturing())
 
     def stream(self, *, urgent: bool = False) -> Stream:
-        return _Stream(self._torch, self._torch.cuda.Stream(self.index, priority=-urgent), self._constants)
+        with self.current():
+            return _Stream(self._torch, self.index, -urgent, self._constants)
 
     def memory(self, nbytes: int) -> Memory:
         torch = self._torch
