@@ -13,11 +13,11 @@ from functools import partial
 from itertools import chain
 from typing import NamedTuple
 
-from kvfs.gpu.device import Event
+from kvfs.gpu.device import IN_PROGRAMS, Event
 from kvfs.gpu.lane import ALIGN, DmaLane, LaunchQueue, ScratchSlice
 from kvfs.gpu.page_source import PageSource, streaks
 from kvfs.gpu.resources import POLL_SECONDS, GpuTransportContext
-from kvfs.kernels.work_list import GRANULE_WORDS, HEAD_WORDS, WORD, Shape, granule_words, pack
+from kvfs.kernels.work_list import GRANULE_WORDS, HEAD_WORDS, WORD, Shape, granule_words, pack, pack_pieces
 from kvfs.read.plan import Run
 from kvfs.transfer.workers import Attached
 
@@ -71,15 +71,15 @@ class Batches:
 
     def __init__(
         self, context: GpuTransportContext, launches: LaunchQueue, attached: Attached, source: PageSource,
-        units: Sequence[int], wanted: Sequence[int], *, bands: int, first_token: int, stop: Callable[[], bool],
-        ended: Callable[[LayerBand], None],
+        units: Sequence[int], wanted: Sequence[int], *, bands: int, first_token: int, gentle: bool,
+        stop: Callable[[], bool], ended: Callable[[LayerBand], None],
     ) -> None:  # fmt: skip
-        """``ended``: called with each band whose end is enqueued."""
+        """``ended``: called with each band whose end is enqueued. ``gentle``: a kernel copies what is registered."""
         self._context, self._lane, self._attached, self._source = context, context.loads, attached, source
         self._launches, self._stop, self._ended = launches, stop, ended
         self._shape, self._granules = context.shapes[attached.number], attached.group.granules
         self._unit_ids, self._first_token = units, first_token if attached.group.states > 1 else 0
-        self._bands, self._wanted = bands, wanted
+        self._bands, self._wanted, self._gentle = bands, wanted, gentle
         self._ready = False  # the head of the commands
         self._size = source.table_bytes  # of the leaf table of a page
         # of the wanted pages, for the later bands; and which of them are good
@@ -155,18 +155,27 @@ class Batches:
         whole, leaf = rows == self._shape.layers, self._shape.leaf_bytes
         width = rows * leaf
         scratch = self._slice(sum(run.span if whole else run.count * self._granules * width for run in batch))
-        at, parts = 0, []
+        at, parts, pieces = 0, [], list[tuple[int, int, int]]()
         for run in batch:
             if whole:  # with the gaps that are in the segment
-                coming = self._source.send(run, scratch.address + at)
+                coming = self._source.send(run, scratch.address + at, pieces if self._gentle else None)
                 parts += [(part, at + (part.chunk - run.chunk) * run.stride, run.stride) for part in coming]
                 at += run.span
             else:
                 self._source.send_rows(run, first * leaf, width, self._granules, scratch.address + at)
                 parts.append((run, at, self._granules * width))
                 at += run.count * self._granules * width
+        if pieces:
+            self._copy_pieces(pieces)
         self._lane.dma.record(scratch.arrived)
         return _Copied(scratch, parts, first, rows)
+
+    def _copy_pieces(self, pieces: list[tuple[int, int, int]]) -> None:
+        words = pack_pieces(pieces)
+        commands = self._launches.commands(len(words) * WORD)
+        at = commands.put(words)
+        commands.send(self._lane.dma, at)
+        self._lane.dma.copy_pieces(commands.work(at, commands.words(at, 0)), programs=IN_PROGRAMS)
 
     def _copied_ahead(self, batch: Sequence[Run], scratch: ScratchSlice, rows: int) -> _Copied:
         at, parts = 0, []

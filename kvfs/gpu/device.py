@@ -26,7 +26,7 @@ from kvfs.kernels.work_list import Shape, Work
 
 #: Programs per kernel. A few would keep up with the link; many, for a shorter time, cost other work on the GPU less.
 COPY_PROGRAMS, SUM_PROGRAMS = 128, 64
-OUT_PROGRAMS = 4  # write to the host at 51 GB/s
+OUT_PROGRAMS, IN_PROGRAMS = 4, 16  # of gentle copies: to the host at 51 GB/s, from it at 49
 UNIT_SUM_PROGRAMS = 132  # one for each multiprocessor of an H100: pulls wait for them
 QUICK_PROGRAMS = 264  # two for each multiprocessor of an H100: sums at 2,240 GB/s in place of 860
 COPY_TILE_BYTES = 32 << 10  # tiles of at least this size are faster with fewer warps
@@ -57,8 +57,8 @@ class Stream(Protocol):
 
     def copy_out(self, target: int, source: int, nbytes: int) -> None: ...
 
-    def copy_out_by_kernel(self, work: Work) -> None:
-        """Copy the pieces of a list (``work_list.pack_pieces``); copies of other streams to the host do not wait."""
+    def copy_pieces(self, work: Work, *, programs: int) -> None:
+        """Copy what a list names (``work_list.pack_pieces``) by a kernel: copies of other streams do not wait."""
 
     def use(self) -> AbstractContextManager[object]:
         """Inside, this thread launches kernels on it."""
@@ -102,6 +102,7 @@ class Device(Protocol):
     """A GPU."""
 
     name: str
+    reaches_host: bool  # its kernels read and write registered memory of the host at the host's addresses
 
     def enter(self) -> None:
         """Make it current on the calling thread, one of kvfs's own, permanently."""
@@ -258,12 +259,11 @@ class _Stream:
             programs, work.address,
         )  # fmt: skip
 
-    def copy_out_by_kernel(self, work: Work) -> None:
-        from kvfs.kernels import copy_out
+    def copy_pieces(self, work: Work, *, programs: int) -> None:
+        from kvfs.kernels import pieces
 
-        programs = OUT_PROGRAMS
         self._launch(
-            ("out", programs), lambda: copy_out.copy_out(work.words, programs=programs), programs, work.address
+            ("pieces", programs), lambda: pieces.copy_pieces(work.words, programs=programs), programs, work.address
         )
 
     def pull(self, work: Work, tiles: Sequence[Tiles]) -> None:
@@ -349,6 +349,7 @@ class Gpu:
             raise ConfigError(f"memory is on {name}: torch sees {found} CUDA devices here")
         self.name, self.index, self._torch = name, index, torch
         self._entered = threading.local()
+        self.reaches_host = driver.reaches_host(index)
         self._constants = None
         with contextlib.suppress(ImportError):  # without triton nothing asks for them
             from kvfs.kernels import xxh3

@@ -24,7 +24,7 @@ from typing import Any
 from kvfs.context import Counters
 from kvfs.directory.config import parse_size
 from kvfs.errors import ConfigError
-from kvfs.gpu.device import Device, Memory, Pinned
+from kvfs.gpu.device import IN_PROGRAMS, OUT_PROGRAMS, Device, Memory, Pinned
 from kvfs.gpu.head_start import HeadStart
 from kvfs.gpu.lane import BATCHES, DmaLane, aligned
 from kvfs.gpu.load import GpuLoad
@@ -433,10 +433,11 @@ def _warm_up(lane: DmaLane, shape: Shape, table: Memory) -> None:
     work = commands.put(pack(
         shape, array("q"), scratch=0, unit_ids=0, units=0, flags=0, leaves=0, buffers=table.address
     ))  # fmt: skip
-    out = commands.put(pack_pieces([]))
+    none = commands.put(pack_pieces([]))
     commands.send(lane.kernels, work)
     with lane.kernels.use():
-        lane.kernels.copy_out_by_kernel(commands.work(out, commands.words(out, 0)))
+        for programs in (OUT_PROGRAMS, IN_PROGRAMS):
+            lane.kernels.copy_pieces(commands.work(none, commands.words(none, 0)), programs=programs)
         launch = commands.work(work, commands.words(0, 0))
         lane.kernels.gather(launch, shape)
         for check in {False, shape.sums}:

@@ -223,7 +223,8 @@ class GpuLoad:
         batches = Batches(
             gpu, launches, a, source, request.units[a.number], pages.wanted,
             bands=bands_of(a, len(pages.wanted), layerwise=request.layerwise), first_token=request.first_token,
-            stop=self._stop, ended=partial(self._band_enqueued, len(self._groups)),
+            gentle=request.gentle and gpu.shapes[a.number].kernels and gpu.device.reaches_host, stop=self._stop,
+            ended=partial(self._band_enqueued, len(self._groups)),
         )  # fmt: skip
         return GroupLoad(pages, gpu.shapes[a.number], source, batches)
 

@@ -117,8 +117,11 @@ class PageSource:
         if lease is not None and self._transfer.own(lease):
             self._reads[run.segment, run.offset] = self._begin(run, lease)
 
-    def send(self, run: Run, target: int) -> Iterator[Run]:
-        """Enqueue the copies of a run, gaps included, to ``target``; yields the parts of it that are coming."""
+    def send(self, run: Run, target: int, pieces: list[tuple[int, int, int]] | None = None) -> Iterator[Run]:
+        """Enqueue the copies of a run, gaps included, to ``target``; yields the parts of it that are coming.
+
+        ``pieces``: takes (source, target, bytes) of those out of registered memory, for the caller to enqueue.
+        """
         dma, reading_ahead = self._context.loads.dma, (run.segment, run.offset) in self._reads
         prefetched = not run.ranges and self._await_prefetch(run)
         ranges = self.registered(run, prefetched=prefetched)
@@ -128,7 +131,10 @@ class PageSource:
         if ranges is not None:
             self._note(run, Tier.DISK if prefetched else Tier.HOST)
             for address, nbytes in ranges:
-                dma.copy_in(target, address, nbytes)
+                if pieces is None:
+                    dma.copy_in(target, address, nbytes)
+                else:
+                    pieces.append((address, target, nbytes))
                 target += nbytes
             yield run
             return

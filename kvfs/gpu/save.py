@@ -15,7 +15,7 @@ from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
 from kvfs.format.checksums import LEAF_BYTES
-from kvfs.gpu.device import Event
+from kvfs.gpu.device import OUT_PROGRAMS, Event
 from kvfs.gpu.lane import ALIGN, BATCHES, CommandBuffer
 from kvfs.gpu.resources import SAVE_POLL_SECONDS, YIELD_SECONDS, GpuTransportContext, wait_for_event, wait_until
 from kvfs.kernels.work_list import GRANULE_WORDS, HEAD_WORDS, WORD, granule_words, pack, pack_pieces
@@ -188,17 +188,18 @@ class GpuSave(Save):
         ]
         if shape.sums:
             pieces.append((commands.address(tables), commands.back_address(tables), nbytes))
-        out = commands.put(pack_pieces(pieces)) if shape.kernels else -1
+        gentle = self.gentle and shape.kernels and gpu.device.reaches_host
+        out = commands.put(pack_pieces(pieces)) if gentle else -1
         work = commands.put(pack(
             shape, words, scratch=scratch.address, unit_ids=commands.address(units[0]), units=units[1], flags=0,
             leaves=commands.address(tables), buffers=gpu.tables[attached.number].address,
         ))  # fmt: skip
-        commands.send(lane.kernels, out if shape.kernels else work)
+        commands.send(lane.kernels, out if gentle else work)
         launch = commands.work(work, commands.words(*units))
         lane.kernels.gather(launch, shape)
         lane.dma.after(lane.kernels.record(scratch.arrived))
-        if shape.kernels:
-            lane.dma.copy_out_by_kernel(commands.work(out, commands.words(out, 0)))
+        if gentle:
+            lane.dma.copy_pieces(commands.work(out, commands.words(out, 0)), programs=OUT_PROGRAMS)
         else:
             for source, target, size in pieces:
                 lane.dma.copy_out(target, source, size)

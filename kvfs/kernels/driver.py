@@ -18,6 +18,7 @@ _RELAXED = 2  # CUstreamCaptureMode
 _NON_BLOCKING = 1  # CU_STREAM_NON_BLOCKING: it does not wait for the default stream
 IPC_BYTES = 64  # of a CUipcMemHandle
 _LAZY_PEER_ACCESS = 1  # CU_IPC_MEM_LAZY_ENABLE_PEER_ACCESS
+_REACHES_HOST = (91, 113)  # CUdevice_attribute: registered memory has one address; it may be read-only
 _ENDED = (4, 709)  # CUresult: driver shut down, or context destroyed
 _NOT_REGISTERED = (*_ENDED, 713)  # or memory not registered
 
@@ -54,6 +55,8 @@ class _Driver:
         self.copy_2d = _typed(quick.cuMemcpy2DAsync_v2, _Pointer, _Stream)
         self.stream_make = _typed(slow.cuStreamCreateWithPriority, _Pointer, ctypes.c_uint, ctypes.c_int)
         self.stream_end = _typed(slow.cuStreamDestroy_v2, _Stream)
+        self.attribute = _typed(slow.cuDeviceGetAttribute, _Pointer, ctypes.c_int, ctypes.c_int)
+        self.device = _typed(slow.cuDeviceGet, _Pointer, ctypes.c_int)
         self.range_of = _typed(slow.cuMemGetAddressRange_v2, _Pointer, _Pointer, _Device)
         self.ipc_get = _typed(slow.cuIpcGetMemHandle, _Pointer, _Device)
         self.ipc_open = _typed(slow.cuIpcOpenMemHandle_v2, _Pointer, _IpcHandle, ctypes.c_uint)
@@ -94,6 +97,17 @@ def unregister(address: int) -> None:
     code = _driver().unregister(address)
     if code not in _NOT_REGISTERED:
         _driver().check(code, "unregister")
+
+
+def reaches_host(index: int) -> bool:
+    """Whether kernels of a device can use registered memory, read-only maps included, at the host's addresses."""
+    device, value = ctypes.c_int(), ctypes.c_int()
+    _driver().check(_driver().device(ctypes.byref(device), index), f"device {index}")
+    for attribute in _REACHES_HOST:
+        code = _driver().attribute(ctypes.byref(value), attribute, device)
+        if code or not value.value:
+            return False
+    return True
 
 
 def make_stream(priority: int) -> int:

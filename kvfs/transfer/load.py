@@ -48,6 +48,7 @@ class LoadRequest:
     layerwise: bool = False  # ignored by the host transport: pages come whole
     lookahead: Lookahead | None = None
     begun: BegunLoad | None = None
+    gentle: bool = False  # likewise
 
 
 def finish_lookup(request: LoadRequest) -> LoadRequest:

@@ -16,7 +16,6 @@ import kvfs
 from kvfs.gpu.device import Event, Stream
 from kvfs.gpu.gpu_io import GpuIO
 from kvfs.gpu.lane import CommandBuffer, DmaLane
-from kvfs.kernels.work_list import PIECE_WORDS, WORD, Work
 from kvfs.pages.layout import Cell, Group, Need, PageLayout
 from kvfs.transfer import workers
 from kvfs.transfer.host_io import HostIO
@@ -64,15 +63,13 @@ class CountingStream(SimulatedStream):
         self._device.copies.append((source, nbytes))  # type: ignore[attr-defined]
         super().copy_in(target, source, nbytes)
 
-    def copy_out_by_kernel(self, work: Work) -> None:
-        words = work.host[1 : 1 + work.host[0] * PIECE_WORDS].tolist()
-        for i in range(0, len(words), PIECE_WORDS):
-            self._device.copies.append((words[i + 1], words[i + 2] * WORD))  # type: ignore[attr-defined]
-        super().copy_out_by_kernel(work)
+    def copy_out(self, target: int, source: int, nbytes: int) -> None:
+        self._device.copies.append((target, nbytes))  # type: ignore[attr-defined]
+        super().copy_out(target, source, nbytes)
 
 
 class CountingDevice(SimulatedDevice):
-    """Notes each copy: (where on the host, bytes)."""
+    """Notes each copy by DMA: (where on the host, bytes)."""
 
     def __init__(self) -> None:
         super().__init__()

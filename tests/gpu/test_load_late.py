@@ -64,8 +64,8 @@ class LateStream(SimulatedStream):
     def copy_out(self, target: int, source: int, nbytes: int) -> None:
         self._later(super().copy_out, target, source, nbytes)
 
-    def copy_out_by_kernel(self, work: Work) -> None:
-        self._later(super().copy_out_by_kernel, work)
+    def copy_pieces(self, work: Work, *, programs: int) -> None:
+        self._later(super().copy_pieces, work, programs=programs)
 
     def event(self) -> Event:
         return Recorded(self.late)

@@ -250,7 +250,8 @@ class Worker:
         return {kv.group: self.target.units[place * per : (place + 1) * per] for kv in self.target.kvs}
 
     def _write(self, place: int, per: int, value: int) -> None:
-        ids = self.torch.tensor(self.target.units[place * per : (place + 1) * per], device="cuda")
+        there = list(self.target.units[place * per : (place + 1) * per])
+        ids = self.torch.tensor(there, dtype=self.torch.int64, device="cuda")
         for tensor in self.target.tensors:
             dim = 1 if tensor.dim() == 5 and tensor.shape[0] == 2 else 0
             tensor.view(self.torch.uint8).index_fill_(dim, ids, value % 251 + 1)
@@ -261,7 +262,7 @@ class Worker:
         page_blocks, number, attempts = max(1, self.layout.page_tokens // BLOCK), 0, 0
         units = {kv.group: self.target.units[:per] for kv in self.target.kvs}
         chains = [self.ns.prompt(tokens_of(p, count)) for p in range(2 * prompts)]
-        ids = torch.tensor(self.target.units[:per], device="cuda")
+        ids = torch.tensor(list(self.target.units[:per]), dtype=torch.int64, device="cuda")
         times: list[float] = []
         while number < pulls and none < 50 * pulls:
             attempts += 1

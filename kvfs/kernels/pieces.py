@@ -1,9 +1,8 @@
-"""Copies out of device memory to pinned memory, by a kernel in place of the copy engine.
+"""Copies between device memory and pinned memory, by a kernel in place of the copy engine.
 
-The driver passes all copies to the host through one queue, in the order of the calls, whatever their streams. The few
-bytes of an engine's sampled tokens would wait there for all of a save: 19 ms for each GiB (H100, driver 580). A kernel
-that writes to the host does not make them wait. Few programs keep up with the link; more fill the path to the host,
-and other kernels wait behind these writes.
+The driver passes all copies of one direction through one queue, in the order of the calls, whatever their streams. The
+few bytes that an engine sends and fetches in each step wait there for all of a save or load: 19 ms for each GiB (H100,
+driver 580). A kernel does not make them wait. Few programs keep up with the link; more cost other kernels more.
 """
 
 from __future__ import annotations
@@ -20,7 +19,7 @@ BLOCK, WARPS = 2048, 8  # words that a program moves at once
 
 
 @triton.jit
-def _copy_out(work, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
+def _copy_pieces(work, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
     pieces = tl.load(work).to(tl.int32)
     lane = tl.arange(0, BLOCK)
     for piece in range(pieces):
@@ -34,10 +33,10 @@ def _copy_out(work, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
             tl.store(target + at, tl.load(source + at, mask=mask), mask=mask)
 
 
-def copy_out(work: Any, *, programs: int) -> Any:
+def copy_pieces(work: Any, *, programs: int) -> Any:
     """Run on the current stream. ``work``: an i64 tensor that begins with a list of pieces
     (``work_list.pack_pieces``).
 
     Returns the compiled kernel; None under the interpreter.
     """
-    return _copy_out[(programs,)](work, BLOCK, num_warps=WARPS)
+    return _copy_pieces[(programs,)](work, BLOCK, num_warps=WARPS)
