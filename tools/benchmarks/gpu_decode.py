@@ -164,11 +164,11 @@ def next_to_decode(
             if number >= 0:
                 rows[gentle].append((sum(max(0.0, ms - alone) for ms in seen), max(seen), over or 1e3))
     for gentle, found in rows.items():
-        lost, longest, over = (Spread.of(column) for column in zip(*found, strict=True))
+        lost, longest, free = (Spread.of(column) for column in zip(*found, strict=True))
         print(
             f"{name}, {'gentle' if gentle else 'copy engine'}: decode steps lose {lost.middle:.1f} ms [{lost.low:.1f}, "
-            f"{lost.high:.1f}], the longest takes {longest.middle:.1f}; moved after {over.middle:.1f} [{over.low:.1f}, "
-            f"{over.high:.1f}]", flush=True,
+            f"{lost.high:.1f}], the longest takes {longest.middle:.1f}; moved after {free.middle:.1f} [{free.low:.1f}, "
+            f"{free.high:.1f}]", flush=True,
         )  # fmt: skip
 
 
