@@ -11,6 +11,7 @@ from __future__ import annotations
 import itertools
 import random
 import shutil
+import statistics
 import tempfile
 import time
 from array import array
@@ -21,7 +22,7 @@ import click
 
 import kvfs
 from tools.benchmarks.gpu_engine import BLOCK, SHAPES, Engine, torch_with_cuda
-from tools.benchmarks.measure import BenchError, Spread, median
+from tools.benchmarks.measure import BenchError, Spread
 
 TOKENS, LAYERS, SECONDS = 8192, 32, 30.0
 WATCHED_SECONDS = 0.1  # from the start of a transfer on
@@ -85,7 +86,7 @@ def main(rounds: int, prefill: bool, path: str | None) -> None:
     source, target = Engine(torch, layout, TOKENS, 1), Engine(torch, layout, TOKENS, 2)
     source.fill(1)
     steps = Steps(torch)
-    alone = median([steps.decode() for _ in range(60)][10:])
+    alone = statistics.median([steps.decode() for _ in range(60)][10:])
     print(f"decode step alone: {alone:.2f} ms", flush=True)
     folder = tempfile.mkdtemp(prefix="kvfs-decode-", dir=path)
     try:
