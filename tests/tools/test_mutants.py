@@ -102,9 +102,10 @@ def test_a_mutant_is_not_noticed_by_a_run_that_could_not_begin(tmp_path: Path) -
 
 def test_a_mutant_is_asked_of_the_tests_that_run_its_function(tmp_path: Path) -> None:
     source = "A = 1\n\ndef f(a=1):\n    def g():\n        return a\n    return g()\n\n@property\ndef h(): return 1\n"
-    assert [function_at(source, line) for line in range(1, 10)] == [0, 0, 0, 3, 3, 3, 0, 0, 8]
-    functions = {"kvfs/m.py:3": ["b", "a"], "kvfs/m.py:8": ["c"], "kvfs/n.py:3": ["d"]}
-    Reach(tmp_path / "reach.json", ["tests"], functions).save()
+    assert [function_at(source, line) for line in range(1, 10)] == ["", "", "f", "f", "f", "f", "", "h", "h"]
+    assert function_at("class C:\n    a = 1\n    def f(self):\n        return 1\n", 4) == "C.f"
+    functions = {"kvfs/m.py:f": ["b", "a"], "kvfs/m.py:h": ["c"], "kvfs/n.py:f": ["d"]}
+    Reach(tmp_path / "reach.json", {"tests/test_a.py": "digest"}, functions).save()
     reach = Reach.load(tmp_path / "reach.json")
     assert reach.of("kvfs/m.py", source, 5) == ["b", "a"]
     assert reach.of("kvfs/m.py", source, 1) == ["a", "b", "c"], "a line of the module: all that run anything of it"
@@ -118,7 +119,7 @@ def test_a_run_without_a_mutant_notes_what_the_tests_run_in_any_thread(tmp_path:
 one = ["import threading", "from kvfs import m", "def test_one():", "    assert m.f() == 1", "def test_two():"]
 two = ["    thread = threading.Thread(target=m.g)", "    thread.start()", "    thread.join()"]
 (tree.root / "tests" / "test_one.py").write_text("\\n".join(one + two))
-tree.run(["tests"], learn=True)
+tree.run(["tests/test_one.py"], learn=True)
 for line in (2, 5):
     print(*tree.reach.of("kvfs/m.py", (tree.root / "kvfs" / "m.py").read_text(), line))
 """
@@ -134,14 +135,21 @@ for name in ("write/test_near.py", "crash/test_far.py", "crash/test_slow.py"):
     file.parent.mkdir(exist_ok=True)
     mark = "import pytest\\npytestmark = pytest.mark.slow\\n" if "slow" in name else ""
     file.write_text(mark + "def test_it():\\n    pass\\n")
-print(learn(tree, 0.0), tree.reach.files)
+print(learn(tree, 0.0), [*tree.reach.files])
 print(learn(tree, time.monotonic() + 100.0))
-print(Tree(Path("folder")).reach.files)
+tree = Tree(Path("folder"))
+(tree.root / "tests" / "write" / "test_near.py").write_text("def test_that(): pass")
+print(learn(tree, time.monotonic() + 100.0))
+print([*tree.known.seconds])
+print([*tree.reach.files])
 """
     printed = run_in_a_small_tree(tmp_path, code).splitlines()
     files = ["tests/write/test_near.py", "tests/crash/test_far.py", "tests/crash/test_slow.py"]
     assert printed[0] == "False []"
-    assert "True" in printed and printed[-1] == repr(files)
+    assert printed.count("True") == 2 and printed[-1] == repr(files)
+    assert sum("1 tests without a mutant" in line for line in printed) == 3, "a file that has changed is learnt again"
+    tests = ["tests/crash/test_far.py::test_it", "tests/write/test_near.py::test_that"]
+    assert printed[-2] == repr(tests)
 
 
 def test_a_run_without_a_mutant_of_a_file_that_is_not_there_is_an_error(tmp_path: Path) -> None:

@@ -26,6 +26,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from tools.mutants.excuses import excused
+from tools.mutants.reach import function_at
 from tools.mutants.tree import ROOT, Tree, Verdict, load_libraries
 from tools.mutations import MUTATIONS
 
@@ -39,12 +40,15 @@ PACKAGES = (
 )  # fmt: skip
 #: Tests of other packages that see much of the store, asked together with those of the mutant's own package.
 BROAD = ("tests/test_namespace.py", "tests/test_store_open.py", "tests/crash/test_order_of_writes.py")
+#: Tests of lines that no function runs: a module's numbers.
+NUMBERS = ("tests/test_numbers.py",)
 #: Any of these may run a mutant's function: all that do not drive a GPU, an engine or the documentation.
 WIDE = (
     "tests/bundles", "tests/catalog", "tests/cli", "tests/crash", "tests/directory", "tests/eviction", "tests/format",
     "tests/fuzz", "tests/golden", "tests/index", "tests/lookup", "tests/maintenance", "tests/multiprocess",
     "tests/native", "tests/property", "tests/read", "tests/runtime", "tests/security", "tests/segments", "tests/system",
-    "tests/transfer", "tests/write", "tests/test_store_switches.py", "tests/test_architecture.py",
+    "tests/transfer", "tests/write", "tests/test_store_switches.py", "tests/test_architecture.py", "tests/metrics",
+    "tests/pages", "tests/doctor", "tests/ranks", "tests/mount", "tests/remote",
 )  # fmt: skip
 NAMED_SECONDS = 900.0  # of all tests of a named bug; a busy machine must not look like a hang
 NEAR_SECONDS, WIDE_SECONDS = 5.0, 20.0  # of one test that runs the mutant's function, and of one of all others
@@ -123,6 +127,10 @@ def judge(tree: Tree, path: Path, text: str, line: int, *, new: bool = False, wi
         for some in (chosen[:FIRST_TESTS], chosen[FIRST_TESTS:])
         if some
     ]
+    if not function_at(path.read_text(encoding="utf-8"), line):
+        passes.append((exists(tree, *NUMBERS), None, NEAR_SECONDS))  # last: first, whether behaviour tells
+    if not chosen:  # a module of constants, or a function that only child processes run
+        passes.append((near(tree, path), None, NEAR_SECONDS))
     if wide:
         passes.append(([*near(tree, path), *exists(tree, *WIDE)], None, WIDE_SECONDS))
     verdict = Verdict(False, "", frozenset(), 0.0)
@@ -165,7 +173,7 @@ def learn(tree: Tree, end: float) -> bool:
     """
     load_libraries()
     for file in files_of_tests(tree):
-        if file in tree.reach.files:
+        if tree.reach.files.get(file) == tree.digest(file):
             continue
         if time.monotonic() > end:
             return False
