@@ -155,3 +155,32 @@ print([*tree.reach.files])
 def test_a_run_without_a_mutant_of_a_file_that_is_not_there_is_an_error(tmp_path: Path) -> None:
     code = 'tree.run(["tests/test_none.py"], learn=True)'
     assert "ToolError the tests could not be run" in run_in_a_small_tree(tmp_path, code)
+
+
+SAME = """import os
+from dataclasses import dataclass
+from typing import overload
+@overload
+def f(x): ...
+@property
+def f(x):
+    return [*zip(x, x, strict=True)]
+@dataclass(frozen=True, repr=False)
+class A:
+    a = os.O_RDONLY | os.O_DIRECT
+b = os.O_RDWR | f(1)
+"""
+
+
+def test_what_no_run_can_tell_is_left_out_of_a_sample(tmp_path: Path) -> None:
+    pytest.importorskip("cosmic_ray", reason="cosmic-ray is not installed (pip install -e .[mutants])")
+    from tools.mutants import sample
+
+    (tmp_path / "m.py").write_text(SAME)
+    changes = [change for found in sample.places_of(tmp_path / "m.py").values() for change in found]
+    at = [(c.start_pos[0], c.operator_name.removeprefix("core/")) for c in changes]
+    assert {row for row, name in at if name == "RemoveDecorator"} == {6, 9}, "not the overload"
+    assert [row for row, name in at if name == "ReplaceTrueWithFalse"] == [], "neither strict nor frozen"
+    assert [row for row, name in at if name == "ReplaceFalseWithTrue"] == [9], "repr is not an assertion"
+    assert {row for row, name in at if name.endswith("BitOr_Add")} == {12}, "flags have distinct bits"
+    assert {row for row, name in at if name.endswith("BitOr_BitAnd")} == {11, 12}

@@ -183,12 +183,16 @@ def learn(tree: Tree, end: float) -> bool:
     return True
 
 
-def work(folder: Path, db: WorkDB, items: list[Any], seconds: float, *, new: bool = False, wide: bool) -> None:
+def work(
+    folder: Path, db: WorkDB, items: list[Any], seconds: float, *, new: bool = False, wide: bool, known: bool
+) -> None:
     from cosmic_ray.mutating import _make_diff
     from cosmic_ray.work_item import TestOutcome, WorkerOutcome, WorkResult
 
     tree, end = Tree(folder), time.monotonic() + seconds
-    if not learn(tree, end):
+    if known:
+        load_libraries()
+    elif not learn(tree, end):
         return
     for item in items:
         if time.monotonic() > end:
@@ -208,6 +212,9 @@ def work(folder: Path, db: WorkDB, items: list[Any], seconds: float, *, new: boo
 
 
 SECONDS = click.option("--seconds", default=1e9, show_default="no limit", help="Start no further mutant after this.")
+KNOWN = click.option(
+    "--known", is_flag=True, help="Learn no further tests: ask those whose functions are noted already."
+)
 WIDER = click.option("--wide", is_flag=True, help="Ask all tests, not only those seen to run the mutant's function.")
 
 
@@ -215,23 +222,25 @@ WIDER = click.option("--wide", is_flag=True, help="Ask all tests, not only those
 @FOLDER
 @SECONDS
 @WIDER
-def run(folder: Path, seconds: float, wide: bool) -> None:
+@KNOWN
+def run(folder: Path, seconds: float, wide: bool, known: bool) -> None:
     with session(folder) as db:
-        work(folder, db, sorted(db.pending_work_items, key=lambda item: item.job_id), seconds, wide=wide)
+        work(folder, db, sorted(db.pending_work_items, key=lambda item: item.job_id), seconds, wide=wide, known=known)
 
 
 @main.command(help="Judge the survivors once more, with the tests as they are now.")
 @FOLDER
 @SECONDS
 @WIDER
+@KNOWN
 @click.option("--only", multiple=True, help="Numbers of mutants, as report --survivors shows them; default: all.")
-def again(folder: Path, seconds: float, wide: bool, only: tuple[str, ...]) -> None:
+def again(folder: Path, seconds: float, wide: bool, known: bool, only: tuple[str, ...]) -> None:
     Tree(folder).copy(("tests", "tools"))
     with session(folder) as db:
         pairs = sorted(db.completed_work_items, key=lambda pair: pair[0].job_id)
         items = [item for item, result in pairs if not result.is_killed and not is_control(item)]
         items = [i for i in items if not only or i.job_id in only]
-        work(folder, db, items, seconds, new=True, wide=wide)
+        work(folder, db, items, seconds, new=True, wide=wide, known=known)
 
 
 def is_control(item: Any) -> bool:
