@@ -106,7 +106,7 @@ class Noted:
         yield
         sys.settrace(None)
         threading.settrace(None)
-        for code in self._codes:
+        for code in list(self._codes):  # a copy: threads of the test may go on
             file = code.co_filename
             if not file.startswith(self._prefix + "kvfs/"):
                 continue
