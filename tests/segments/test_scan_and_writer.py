@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +17,6 @@ from kvfs.format import segment as fmt
 from kvfs.format.checksums import leaf_table, root_of
 from kvfs.format.segment import ENTRY_BYTES, Entry, Header
 from kvfs.pages.identity import Identity
-from kvfs.segments import writer as writer_module
 from kvfs.segments.scan import Scan, chunk_hashes, covered_end, read_descriptor, read_namespace, scan_segment
 from kvfs.segments.writer import Record, SegmentWriter, file_name
 from kvfs.system.files import Files
@@ -343,7 +342,7 @@ class Refusing(Files):
             raise OSError(errno.ENOSPC, "full")
         super().fallocate(fd, offset, nbytes, keep_size=keep_size)
 
-    def write_all(self, fd: int, buffers: Any, offset: int) -> None:
+    def write_all(self, fd: int, buffers: Sequence[Any], offset: int) -> None:
         if self._kind == "write_all":
             raise OSError(errno.EIO, "broken")
         super().write_all(fd, buffers, offset)
@@ -401,7 +400,7 @@ def test_large_payloads_have_the_same_bytes_with_and_without_threads(
 ) -> None:  # fmt: skip
     """64 KiB each: in sum below and above the size from which checksums overlap with writes."""
     if not native:
-        monkeypatch.setattr(writer_module.library, "loaded", lambda: None)
+        monkeypatch.setattr("kvfs.native.library.loaded", lambda: None)
     writer.grow(8 * MIB)
     layout = tiny(layers=16, kv_heads=8, head_dim=8)
     group = layout.groups[0]
