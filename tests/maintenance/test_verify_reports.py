@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -199,5 +198,7 @@ def test_a_report_has_a_bounded_number_of_lines() -> None:
     assert report.problems == [str(n) for n in range(1000)]
     assert report.ok
     for name in ("bad_pages", "bad_segments", "index_errors", "foreign_files"):
-        assert not replace(Verification(), **{name: 1}).ok
+        damaged = Verification()
+        setattr(damaged, name, 1)
+        assert not damaged.ok
     assert Verification(segments=1, pages=1, bytes=1, index_pages=1, repaired=1).ok
