@@ -8,6 +8,7 @@ import json
 import os
 import stat
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -141,7 +142,7 @@ class Counting(Files):
 
 
 @pytest.mark.parametrize(("how", "syncs"), [({}, 2), ({"sync_folder": False}, 1), ({"durable": False}, 0)])
-def test_a_durable_file_is_synced_and_so_is_its_folder(path: Path, how: dict[str, bool], syncs: int) -> None:
+def test_a_durable_file_is_synced_and_so_is_its_folder(path: Path, how: dict[str, Any], syncs: int) -> None:
     files = Counting()
     with contextlib.closing(Directory(str(path), files, read_only=False)) as directory:
         directory.write_small("state", b"x", **how)
@@ -309,10 +310,11 @@ def test_a_store_is_made_where_nothing_of_others_is(tmp_path: Path) -> None:
     (tmp_path / "x").mkdir()
     (tmp_path / "x" / "notes").write_bytes(b"")
     (tmp_path / "x" / "a").write_bytes(b"")
-    for attempt in (
-        lambda: root.create(str(tmp_path / "x"), b"", Files()),
-        lambda: root.check_free(str(tmp_path / "x"), Files()),
-    ):
+    attempts: list[Callable[[], None]] = [
+        partial(root.create, str(tmp_path / "x"), b"", Files()),
+        partial(root.check_free, str(tmp_path / "x"), Files()),
+    ]
+    for attempt in attempts:
         with pytest.raises(FormatError, match=r"is not empty .'a' is not kvfs's.: give kvfs a directory of its own"):
             attempt()
     for name in ("notes", "a"):
