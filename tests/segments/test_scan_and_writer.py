@@ -342,10 +342,10 @@ class Refusing(Files):
             raise OSError(errno.ENOSPC, "full")
         super().fallocate(fd, offset, nbytes, keep_size=keep_size)
 
-    def write_all(self, fd: int, buffers: Sequence[Any], offset: int) -> None:
+    def write_all(self, fd: int, buffers: Sequence[Any], offset: int, block: int = 1) -> int:
         if self._kind == "write_all":
             raise OSError(errno.EIO, "broken")
-        super().write_all(fd, buffers, offset)
+        return super().write_all(fd, buffers, offset, block)
 
 
 @pytest.mark.parametrize("kind", ["fallocate", "write_all"])
@@ -438,3 +438,31 @@ def test_a_segment_that_is_discarded_leaves_no_file(directory: Directory, writer
     writer.discard(directory)
     assert not path_of(directory).exists()
     writer.discard(directory)
+
+
+@pytest.mark.parametrize(
+    ("leaves", "part", "end"),
+    [
+        (2 * MIB, PART, 2 * MIB + 4096), (4 * MIB - LEAVES * 8, PART, 4 * MIB), (4 * MIB - LEAVES * 8 + 8, PART, None),
+        (4 * MIB, PART, None), (2 * MIB, bytes(8), None), (2 * MIB, b"\xff" * 8, None), (0, b"\xff" * 8, 40960),
+    ],
+)  # fmt: skip
+def test_what_entries_cover_ends_in_the_file(
+    directory: Directory, writer: SegmentWriter, described: tuple[bytes, bytes], leaves: int, part: bytes,
+    end: int | None,
+) -> None:  # fmt: skip
+    writer.append([record(1)], *described, 99)
+    with open(path_of(directory), "r+b") as file:
+        file.seek(4096 + 2 * ENTRY_BYTES)
+        file.write(fmt.pack_entry(entry(leaves=leaves, part=part), SEED))
+    found = scan(directory)
+    assert len(found.entries) == 3
+    fd = os.open(path_of(directory), os.O_RDONLY)
+    try:
+        assert covered_end(found, lambda seq: read_namespace(fd, FILES, found.entries, seq)) == end
+        several = found.entries[2]._replace(group=1)
+        found.entries[2] = several
+        described_end = covered_end(found, lambda seq: read_namespace(fd, FILES, found.entries, seq))
+        assert described_end == (None if leaves else 40960), "there is one group"
+    finally:
+        os.close(fd)

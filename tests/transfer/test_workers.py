@@ -13,8 +13,8 @@ from typing import Any
 import pytest
 
 from kvfs.errors import ConfigError
-from kvfs.transfer.control import TransferState
 from kvfs.transfer.workers import JobThreads, TransportContext, Writes, fail, make_ring, wait_for
+from kvfs.types import TransferState
 from tests.stores import wait_until
 
 MIB = 1 << 20
@@ -66,7 +66,11 @@ def test_each_thread_ends_behind_what_was_put_before() -> None:
     ran, ended, free = list[int](), list[int](), threading.Event()
     threads = JobThreads("test", 3, lambda: ended.append(1))
     assert all(thread.daemon for thread in threads._threads) and len(threads._threads) == 3
-    threads.put(free.wait)
+
+    def block() -> None:
+        free.wait(10.0)
+
+    threads.put(block)
     for n in range(20):
         threads.put(lambda n=n: ran.append(n))  # type: ignore[misc]
     threads.dismiss()
