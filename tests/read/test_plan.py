@@ -126,8 +126,8 @@ def test_runs_are_those_pages_that_follow_one_another(seed: int) -> None:
     blocks = -(-size // PAGE)
     leaves = draw.choice([1, 4])
     hits, pages, covered, other = list[Hit](), dict[int, Place](), 0, Part(0, 1, 0, 2)
-    for run in range(-(-count // length)):
-        slots = [j for j in range(length) if run * length + j < count]
+    for number in range(-(-count // length)):
+        slots = [j for j in range(length) if number * length + j < count]
         for _ in range(draw.choice([1, 1, 2, 3])):
             taken = [j for j in slots if draw.random() < 0.8]
             block, seq, leaf = draw.randrange(50, 10_000), draw.randrange(1, 10_000), draw.randrange(4_000, 10_000)
@@ -149,9 +149,9 @@ def test_runs_are_those_pages_that_follow_one_another(seed: int) -> None:
                 continue
             part = draw.choice([WANT] * 5 + [other])
             bits = sum(1 << j for j in places if draw.random() < 0.9)
-            hits.append(Hit(run, part, bytes(40), pack_row(bytes(40), places, leaves), bits))
+            hits.append(Hit(number, part, bytes(40), pack_row(bytes(40), places, leaves), bits))
             for j, place in places.items():
-                chunk = run * length + j
+                chunk = number * length + j
                 usable = part == WANT and bits >> j & 1 and not place.codec and place.stored_bytes == size
                 if usable and chunk >= first and not covered >> chunk & 1:
                     covered |= 1 << chunk
