@@ -411,3 +411,69 @@ def test_an_index_is_full_at_85_percent_or_with_little_room(room: bool, reserved
         limit = int(0.85 * index) - kept
         assert not index_is_full(Session(limit), index, room=room)  # type: ignore[arg-type]
         assert index_is_full(Session(limit + 1), index, room=room)  # type: ignore[arg-type]
+
+
+# -- a full index ------------------------------------------------------------------------------
+
+
+def fill_index(monkeypatch: pytest.MonkeyPatch, evictor: Evictor, full: list[bool], sweeps: list[bool]) -> list[object]:
+    """What is asked, in order: the index is ``full`` as often as that says, sweeps find something as ``sweeps`` say."""
+    asked: list[object] = []
+
+    def is_full(session: object, index_bytes: int, *, room: bool = False) -> bool:
+        asked.append(("room", index_bytes) if room else ("full", index_bytes))
+        return full.pop(0) if full else False
+
+    def sweep_step(*, pack: bool = False) -> bool:
+        asked.append("pack" if pack else "sweep")
+        return sweeps.pop(0) if sweeps else False
+
+    monkeypatch.setattr("kvfs.eviction.evictor.index_is_full", is_full)
+    monkeypatch.setattr(evictor.reclaimer, "sweep_step", sweep_step)
+    return asked
+
+
+INDEX = 2 << 20  # of a store of 16 MiB
+
+
+@pytest.mark.parametrize(("fullness", "sweep"), [(0.59, "pack"), (0.6, "sweep"), (1.0, "sweep")])
+def test_a_full_index_is_swept_before_anything_is_evicted(
+    store: kvfs.Store, evictor: Evictor, monkeypatch: pytest.MonkeyPatch, fullness: float, sweep: str
+) -> None:
+    monkeypatch.setattr("kvfs.index.session.Session.fullness", lambda session: fullness)
+    asked = fill_index(monkeypatch, evictor, [True, True, False], [True, True])
+    assert evictor.make_room(0, clock(store).monotonic() + 1.0, index_full=True)
+    assert asked == [("room", INDEX), sweep, ("room", INDEX), sweep, ("room", INDEX)] and len(rows(store)) == 6
+
+
+@pytest.mark.parametrize(("share", "evicted"), [(32, 1), (3, 2), (2, 3)])
+def test_a_full_index_costs_a_share_of_the_segments_at_a_time(
+    store: kvfs.Store, evictor: Evictor, monkeypatch: pytest.MonkeyPatch, share: int, evicted: int
+) -> None:
+    monkeypatch.setattr("kvfs.eviction.evictor.INDEX_SHARE", share)
+    fill_index(monkeypatch, evictor, [True, True], [False, True])
+    assert evictor.make_room(0, clock(store).monotonic() + 1.0, index_full=True)
+    assert len(rows(store)) == 6 - evicted
+
+
+def test_a_full_index_is_cleared_until_the_deadline(
+    store: kvfs.Store, evictor: Evictor, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked = fill_index(monkeypatch, evictor, [True] * 99, [])
+    now = clock(store).monotonic()
+    assert not evictor.make_room(0, now, index_full=True) and len(asked) == 1 and len(rows(store)) == 6
+    assert not evictor.make_room(0, now + 1.0, index_full=True) and rows(store) == {}, "nothing is left"
+
+
+def test_the_background_clears_a_full_index(
+    store: kvfs.Store, evictor: Evictor, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ends: list[float] = []
+    monkeypatch.setattr(evictor, "_clear_index", ends.append)
+    monkeypatch.setattr("kvfs.eviction.evictor.index_is_full", lambda session, index_bytes: False)
+    evictor.background()
+    assert ends == []
+    monkeypatch.setattr("kvfs.eviction.evictor.index_is_full", lambda session, index_bytes: index_bytes == INDEX)
+    now = clock(store).monotonic()
+    evictor.background()
+    assert ends == [now + 2.0] and len(rows(store)) == 6

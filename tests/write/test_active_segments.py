@@ -438,3 +438,24 @@ def test_the_classes_limits_are_those_of_its_quota(active: ActiveSegments) -> No
     assert ANY.limits(settings) == ledger.budget(settings, ANY_CLASS)
     assert ANY._replace(evictor=True).limits(settings) == ledger.budget(settings, evictor=True)
     assert ANY.limits(settings) != ANY._replace(evictor=True).limits(settings)
+
+
+def test_a_close_waits_for_appends_in_sum(
+    store: kvfs.Store, active: ActiveSegments, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Five seconds for all classes together; where an append hangs this process stays the owner."""
+    clock, asked = Clock(), list[float]()
+    for lane in range(3):
+        active.writer(ANY._replace(lane=lane), 28 * KIB, 0, lambda writer: 0, RoomWait(0.0))
+    monkeypatch.setattr(active._c.files, "monotonic", clock, raising=False)
+
+    def is_free_within(segment_class: SegmentClass, seconds: float) -> bool:
+        asked.append(seconds)
+        clock.now += 3.0
+        return segment_class.lane == 1
+
+    monkeypatch.setattr(active.class_locks, "is_free_within", is_free_within)
+    assert not active.close()
+    assert asked == [5.0, 2.0, 0.0] and active.active_numbers() == {1, 3}
+    owners = [row.owner == active._c.owner for row in rows(store)]
+    assert owners == [True, False, True]
