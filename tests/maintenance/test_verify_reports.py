@@ -202,3 +202,30 @@ def test_a_report_has_a_bounded_number_of_lines() -> None:
         setattr(damaged, name, 1)
         assert not damaged.ok
     assert Verification(segments=1, pages=1, bytes=1, index_pages=1, repaired=1).ok
+
+
+def test_each_file_that_cannot_be_moved_aside_is_named(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    names = ["a-note", "b-note", "c-note"]
+    for name in names:
+        (path / "segments" / name).write_bytes(b"x")
+    with kvfs.open(path) as store:
+        store._shared.background.stop()
+        files = store._shared.c.files
+        rename = files.rename
+
+        def refuse(source: str, target: str, **how: int) -> None:
+            if source == "b-note":
+                raise OSError(1, "Operation not permitted")
+            rename(source, target, **how)
+
+        monkeypatch.setattr(files, "rename", refuse, raising=False)
+        report = store.verify(0.0, repair=True)
+        assert report.repaired == 2 and "segments/b-note: stays (Operation not permitted)" in report.problems
+        for name in names:
+            (path / "segments" / name).write_bytes(b"x")
+        monkeypatch.setattr("kvfs.maintenance.verify.QUARANTINE_FILES_MAX", 2)
+        report = store.verify(0.0, repair=True)
+        full = [
+            line for line in report.problems if line.endswith("stays, quarantine/ is full; remove its files by hand")
+        ]
+        assert len(full) == 3 and report.repaired == 0

@@ -15,9 +15,10 @@ from kvfs.directory.config import make_settings
 from kvfs.errors import IndexUnavailableError, NoSpaceError
 from kvfs.index import ledger
 from kvfs.lookup.search import Prompt
+from kvfs.pages.identity import Identity
 from kvfs.write import class_locks
 from kvfs.write.active_segments import Declined, RoomWait
-from kvfs.write.appender import Appender, AppendJob, Outcome, PartShape, _runs_of, check_pages_fit
+from kvfs.write.appender import ANYTHING, Appender, AppendJob, Outcome, PartShape, _runs_of, check_pages_fit
 from tests.stores import TINY_BYTES, counters, seeded, tiny, tokens_of
 
 LAYOUT = tiny()
@@ -150,6 +151,30 @@ def job_of(pages: int, run_length: int = 32) -> AppendJob:
     hashes = [bytes([n]) * 32 for n in range(pages)]
     prompt = Prompt(b"d" * 32, hashes, run_length)
     return AppendJob(b"d" * 32, b"{}", 0, GROUP, GROUP.full, prompt, lambda chunk: b"")
+
+
+def test_chunks_that_are_there_or_being_written_are_counted(store: kvfs.Store, appender: Appender) -> None:
+    """A put asks the index before: here another writer was faster in between."""
+    identity = Identity("m", LAYOUT, "1")
+    page = seeded(1, TINY_BYTES)
+
+    def job(chunks: int) -> AppendJob:
+        prompt = Prompt(identity.digest, [bytes([n + 1]) * 32 for n in range(chunks)])
+        return AppendJob(identity.digest, identity.descriptor_bytes(), 0, GROUP, GROUP.full, prompt, lambda chunk: page)
+
+    before = counters(store)
+    assert appender.store(job(3), range(3)) == Outcome(stored=3)
+    assert moved(store, before) == {"pages_stored": 3, "bytes_written": 3 * TINY_BYTES}
+    before = counters(store)
+    assert appender.store(job(5), range(5)) == Outcome(stored=2, skipped=3)
+    assert moved(store, before) == {"pages_stored": 2, "pages_skipped": 3, "bytes_written": 2 * TINY_BYTES}
+    claimed = appender._active.writer(job(7).segment_class, 28 << 10, 0, lambda writer: 0, appender.room_wait(ANYTHING))
+    appender._claim(job(7), [5, 6], claimed, appender.room_wait(ANYTHING))
+    before = counters(store)
+    assert appender.store(job(8), range(8)) == Outcome(stored=1, skipped=5, in_flight=2)
+    assert moved(store, before) == {
+        "pages_stored": 1, "pages_skipped": 5, "pages_in_flight": 2, "bytes_written": TINY_BYTES,
+    }  # fmt: skip
 
 
 def test_chunks_are_claimed_by_run() -> None:
