@@ -103,3 +103,12 @@ def test_chunks_outside_the_prompt_are_refused(ns: kvfs.Namespace) -> None:
     ):
         with pytest.raises(kvfs.ConfigError):
             wrong()
+
+
+def test_a_match_of_nothing_names_no_page(ns: kvfs.Namespace) -> None:
+    tokens = tokens_of(1, 40)
+    ns.put(tokens, seeded(1, 40 * TINY_BYTES))
+    group = ns.layout.groups[0].name
+    with ns.prompt(tokens).select({group: 0}, end=0) as nothing, ns.prompt(tokens).select({group: 32}, end=40) as last:
+        assert not nothing and nothing.groups[0].count == 0 and not nothing.groups[0].hits and not nothing.segments
+        assert [hit.run for hit in last.groups[0].hits] == [1] and last.groups[0].present == 0xFF << 32

@@ -52,7 +52,7 @@ WIDE = (
 )  # fmt: skip
 NAMED_SECONDS = 900.0  # of all tests of a named bug; a busy machine must not look like a hang
 NEAR_SECONDS, WIDE_SECONDS = 5.0, 20.0  # of one test that runs the mutant's function, and of one of all others
-FIRST_TESTS, REACHED_SECONDS = 8, 30.0  # that are asked at once; of all tests that run the mutant's function
+FIRST_TESTS, REACHED_SECONDS = 8, 120.0  # that are asked at once; of all tests that run the mutant's function
 
 FOLDER = click.argument("folder", type=click.Path(file_okay=False, path_type=Path))
 
