@@ -202,3 +202,17 @@ def test_a_match_is_pinned_whole_or_declined(store: kvfs.Store) -> None:
         damage(store, 13)
         with pytest.raises(Declined, match="some pages changed meanwhile or could not be read"):
             relocator(store).copy_match(target, match, {1}, rooms.append)
+
+
+def test_records_whose_descriptor_cannot_be_read_are_not_copied(
+    store: kvfs.Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*_: object) -> bytes:
+        raise OSError(errno.EIO, "broken")
+
+    with monkeypatch.context() as patch, counted(store) as moved:
+        patch.setattr(relocate, "read_descriptor", fail)
+        assert copy(store, [1, 2, 12]) == 0 and moved("read_errors") == 2, "once for each namespace"
+        with pytest.raises(Declined, match="io"):
+            copy(store, [1, 2], recode=fmt.CODEC_ZSTD)
+    assert copy(store, [1, 2]) == 2
