@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import subprocess
 import sys
 from collections import Counter
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
@@ -184,3 +187,47 @@ def test_what_no_run_can_tell_is_left_out_of_a_sample(tmp_path: Path) -> None:
     assert [row for row, name in at if name == "ReplaceFalseWithTrue"] == [9], "repr is not an assertion"
     assert {row for row, name in at if name.endswith("BitOr_Add")} == {12}, "flags have distinct bits"
     assert {row for row, name in at if name.endswith("BitOr_BitAnd")} == {11, 12}
+
+
+@pytest.mark.parametrize(
+    ("line", "reached", "asked"),
+    [
+        (4, ["tests/write/test_m.py::a", "tests/cli/test_x.py::b"], [["tests/cli/test_x.py", "tests/write/test_m.py"]]),
+        (4, [], [["tests/write", "tests/test_namespace.py"]]),
+        (1, ["tests/write/test_m.py::a"], [["tests/write/test_m.py"], ["tests/test_numbers.py"]]),
+        (1, [], [["tests/test_numbers.py"], ["tests/write", "tests/test_namespace.py"]]),
+    ],
+    ids=["reached", "not reached", "a number", "a number of a module without functions"],
+)
+def test_which_tests_a_mutant_is_asked_of(
+    tmp_path: Path, line: int, reached: list[str], asked: list[list[str]]
+) -> None:
+    from tools.mutants.__main__ import judge
+    from tools.mutants.tree import Verdict
+
+    for name in ("tests/write/test_m.py", "tests/test_namespace.py", "tests/test_numbers.py", "kvfs/write/m.py"):
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text("A = 1\n\ndef f():\n    return A\n")
+    seen: list[list[str]] = []
+
+    def run(tests: list[str], module: str, **how: object) -> Verdict:
+        seen.append(list(tests))
+        return Verdict(False, "", frozenset(), 1.0)
+
+    tree: Any = SimpleNamespace(
+        root=tmp_path, known=Experience(tmp_path / "tests.json"), run=run,
+        reach=Reach(tmp_path / "reach.json", {}, {"kvfs/write/m.py:f": reached}),
+        changed=lambda name, text: contextlib.nullcontext(),
+    )  # fmt: skip
+    assert not judge(tree, tmp_path / "kvfs" / "write" / "m.py", "", line).noticed
+    assert seen == asked
+
+
+def test_what_is_noted_of_a_file_replaces_what_was_noted_before(tmp_path: Path) -> None:
+    reach = Reach(tmp_path / "reach.json", {}, {"m.py:f": ["a.py::old", "b.py::one"]})
+    reach.note("a.py", "digest", {"m.py:f": ["a.py::new"], "m.py:g": ["a.py::new"]})
+    assert Reach.load(reach.path).functions == {"m.py:f": ["b.py::one", "a.py::new"], "m.py:g": ["a.py::new"]}
+    assert Reach.load(reach.path).files == {"a.py": "digest"}
+    known = Experience(tmp_path / "tests.json", {"a.py::old": 1.0, "b.py::one": 2.0}, {}, ["a.py::old", "b.py::one"])
+    known.learn("a.py", {"a.py::new": 3.0}, [])
+    assert known.seconds == {"b.py::one": 2.0, "a.py::new": 3.0} and known.failing == ["b.py::one"]
