@@ -230,7 +230,7 @@ class _Pages(NamedTuple):
 def later(tails: dict[int, int], others: Mapping[int, int]) -> None:
     """Merge the published ends of segments, by number; the larger one is the later one, since segments only grow."""
     for segment, tail in others.items():
-        tails[segment] = max(tails.get(segment, 0), tail)
+        tails[segment] = max(tail, tails.get(segment, tail))
 
 
 class SearchRunner:

@@ -161,7 +161,7 @@ class PrefixMatch:
     @property
     def keyed(self) -> bool:
         """Whether its pages are those of keys: each is of use by itself."""
-        return bool(self.groups) and self.groups[0].run_length == 1
+        return any(g.run_length == 1 for g in self.groups)
 
     @property
     def nbytes(self) -> int:

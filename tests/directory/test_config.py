@@ -2,11 +2,24 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 import pytest
 
-from kvfs.directory.config import Quota, make_settings, parse_duration, parse_size
+from kvfs.directory.config import (
+    Quota,
+    Remote,
+    Settings,
+    default_path,
+    make_settings,
+    parse_duration,
+    parse_size,
+    parse_toml,
+    store_path,
+    switch,
+    to_toml,
+)  # fmt: skip
 from kvfs.errors import ConfigError
 
 KIB, MIB, GIB, TIB = 1 << 10, 1 << 20, 1 << 30, 1 << 40
@@ -92,3 +105,199 @@ def test_durations_have_units(text: Any, seconds: float) -> None:
 def test_what_is_no_duration_is_refused(text: Any) -> None:
     with pytest.raises(ConfigError, match="duration"):
         parse_duration(text)
+
+
+REMOTE = Remote(
+    "s3://bucket/prefix", requests=3, timeout_seconds=7.5, retention_seconds=604800.0, retention_from="use",
+    read_through="off", upload="reused", upload_rate=123456, codec="zstd", key_file="/keys",
+)  # fmt: skip
+EVERYTHING = f"""capacity = {64 * MIB}
+segment_bytes = {MIB}
+index_bytes = {4 * MIB}
+sync = "sync"
+mode = "staging"
+codec = "planes"
+bundle_key = "/a\\u0022b"
+
+[remote]
+url = "s3://bucket/prefix"
+requests = 3
+timeout = 7.5
+retention = 604800.0
+retention_from = "use"
+read_through = "off"
+upload = "reused"
+upload_rate = 123456
+codec = "zstd"
+key_file = "/keys"
+
+[quota."a"]
+guaranteed = 1000
+
+[quota."b.\\u007fc"]
+guaranteed = 0
+cap = 2000
+ttl = 60.0
+"""
+
+
+def everything() -> Settings:
+    quotas = {"b.\x7fc": Quota(cap_bytes=2000, ttl_seconds=60), "a": Quota(guaranteed_bytes=1000)}
+    return make_settings(
+        64 * MIB, segment=MIB, index=4 * MIB, sync="sync", mode="staging", quotas=quotas, codec="planes",
+        bundle_key='/a"b', remote=REMOTE,
+    )  # fmt: skip
+
+
+def test_every_setting_is_written_and_read_again() -> None:
+    text = to_toml(everything()).decode()
+    assert [line.partition("    #")[0] for line in text.splitlines()[1:]] == EVERYTHING.splitlines()
+    assert text.startswith("# Settings of this kvfs store") and text.count("    # ") == 2
+    assert parse_toml(text.encode(), "x") == everything()
+
+
+def test_settings_at_their_defaults_are_not_written() -> None:
+    short = to_toml(make_settings("64MiB")).decode()
+    assert [line.split()[0] for line in short.splitlines()[1:]] == [
+        "capacity", "segment_bytes", "index_bytes", "sync", "mode",
+    ]  # fmt: skip
+    bucket = to_toml(make_settings("64MiB", remote=Remote("file:///b"))).decode().partition("[remote]\n")[2]
+    expected = 'url = "file:///b"\nrequests = 8\ntimeout = 30.0\nread_through = "on"\nupload = "off"\n'
+    assert bucket == expected
+    assert parse_toml(b'capacity = "64MiB"', "x") == make_settings("64MiB")
+    assert parse_toml(b'capacity = "64MiB"\n[remote]\nurl = "file:///b"', "x").remote == Remote("file:///b")
+    assert parse_toml(b"capacity = 16777216\n[quota.a]", "x").quotas == {"a": Quota(0, None, None)}
+
+
+@pytest.mark.parametrize(
+    ("capacity", "segments", "pins", "processes", "events", "slots"),
+    [  # of the capacity: without index, 1 MiB, 1/1024, 1/16384 and 1/8192
+        ("16MiB", 13 * MIB - 19 * KIB, 272 * KIB, 513 * KIB, 16 * KIB, 16 * KIB),
+        ("1GiB", 1015 * MIB - 1216 * KIB, 1280 * KIB, 576 * KIB, 48 * KIB, 32 * KIB),
+        ("1TiB", TIB - 8 * GIB - MIB - 1216 * MIB, GIB + 256 * KIB, 64 * MIB + 512 * KIB, MIB, 256 * KIB),
+    ],
+)
+def test_what_small_files_may_take_follows_the_capacity(
+    capacity: str, segments: int, pins: int, processes: int, events: int, slots: int
+) -> None:
+    s = make_settings(capacity)
+    assert (s.segments_bytes_max, s.pin_files_bytes, s.process_files_bytes) == (segments, pins, processes)
+    assert (s.event_file_bytes, s.namespace_slot_bytes) == (events, slots)
+
+
+@pytest.mark.parametrize(
+    ("remote", "message"),
+    [
+        ({"url": "http://a/b"}, "remote.url is 'http://a/b'"),
+        ({"url": "s3://a b"}, "remote.url is"),
+        ({"url": "s3://ä/b"}, "remote.url is"),
+        ({"url": "s3://user:secret@bucket/b"}, "credentials"),
+        ({"requests": 0}, "choose 1 to 64"),
+        ({"requests": 65}, "choose 1 to 64"),
+        ({"requests": True}, "choose 1 to 64"),
+        ({"timeout_seconds": 0.09}, "between 0.1s and 10m"),
+        ({"timeout_seconds": 600.5}, "between 0.1s and 10m"),
+        ({"retention_seconds": 3599.0}, "at least 1h"),
+        ({"retention_seconds": 172799.0, "retention_from": "use"}, "at least 2d"),
+        ({"key_file": "keys"}, "absolute path"),
+        ({"key_file": "/a\nb"}, "absolute path"),
+        ({"upload_rate": 99_999}, "at least 100KB"),
+        ({"read_through": "yes"}, "choose one of on, off"),
+        ({"upload": "yes"}, "choose one of off, "),
+        ({"retention_from": "now"}, "choose one of upload, use"),
+        ({"codec": "zip"}, "remote.codec is 'zip'"),
+    ],
+)
+def test_remotes_beyond_their_limits_are_refused(remote: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=re.escape(message)):
+        make_settings("64MiB", remote=Remote(**{"url": "s3://a/b", **remote}))
+
+
+@pytest.mark.parametrize(
+    "remote",
+    [
+        {"url": "az://a/b@c"}, {"url": ""}, {"requests": 1}, {"requests": 64}, {"timeout_seconds": 0.1},
+        {"timeout_seconds": 600}, {"retention_seconds": 3600.0}, {"upload_rate": 100_000}, {"retention_from": "use"},
+        {"retention_seconds": 172800.0, "retention_from": "use"},
+    ],
+)  # fmt: skip
+def test_remotes_at_their_limits_are_accepted(remote: dict[str, Any]) -> None:
+    made = Remote(**{"url": "s3://a/b", **remote})
+    assert make_settings("64MiB", remote=made).remote == made
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        (b"capacity = 1\nsync = $\nb = 1", "(at line 2, column 8) ('sync = $'); correct the file"),
+        (b'capacity = "1', "(at the end, line 1)"),
+        (b"sync = 'sync'", "capacity is missing"),
+        (b"capacity = 1\nbig = 1", "unknown setting 'big'; known are bundle_key, capacity, codec, index_bytes, mode, "),
+        (b"capacity = 16777216\nsync = 1", "x: sync is 1, not a text"),
+        (b"capacity = 16777216\nquota = 1", "x: quota must hold tables"),
+        (b"capacity = 16777216\n[quota]\na = 1", "x: quota must hold tables"),
+        (b"capacity = 16777216\n[quota.a]\nsize = 1", "has unknown key 'size'; known are guaranteed, cap, ttl"),
+        (b"capacity = 16777216\n[quota.a]\ncap = -1", 'quota "a" cap is -1'),
+        (b"capacity = 16777216\n[quota.a]\nguaranteed = -1", 'quota "a" guaranteed is -1'),
+        (b"capacity = 16777216\n[quota.a]\nttl = -1", 'quota "a" ttl is -1'),
+        (b"capacity = 16777216\nremote = 1", "x: remote must be a table [remote]"),
+        (b"capacity = 16777216\n[remote]\nbucket = 1", "remote has unknown key 'bucket'; known are codec, key_file"),
+        (b"capacity = 16777216\n[remote]\nurl = 1", "x: url is 1, not a text"),
+        (b"capacity = 16777216\n[remote]\ntimeout = 'x'", "remote.timeout is 'x'"),
+        (b"capacity = 16777216\n[remote]\nretention = 'x'", "remote.retention is 'x'"),
+        (b"capacity = 16777216\n[remote]\nupload_rate = 'x'", "remote.upload_rate is 'x'"),
+        (b"a = 1" + b"." * 101, "a line has more than 100 dots"),
+        (b"capacity = " + b"1" * 5000, "x: "),
+    ],
+)
+def test_a_file_that_is_refused_says_where_and_why(text: bytes, message: str) -> None:
+    with pytest.raises(ConfigError, match=re.escape(message)):
+        parse_toml(text, "x")
+
+
+def test_a_line_of_as_many_dots_as_may_be_is_read() -> None:
+    with pytest.raises(ConfigError, match="unknown setting 'a'"):
+        parse_toml(b"a." * 100 + b"b = 1", "x")
+
+
+@pytest.mark.parametrize(
+    ("value", "shown"),
+    [(1 << 64, "a huge integer"), ((1 << 64) - 1, str((1 << 64) - 1)), ([10**5000], "a list with a huge integer")],
+)
+def test_a_value_that_is_refused_is_shown_short(value: Any, shown: str) -> None:
+    with pytest.raises(ConfigError, match=re.escape(f"size is {shown}: give bytes")):
+        parse_size(value)
+
+
+@pytest.mark.parametrize(
+    ("environment", "path"),
+    [({"XDG_CACHE_HOME": "/c", "HOME": "/h"}, "/c/kvfs"), ({"HOME": "/h"}, "/h/.cache/kvfs"),
+     ({"XDG_CACHE_HOME": "", "HOME": "/h"}, "/h/.cache/kvfs"), ({"XDG_CACHE_HOME": "c"}, None)],
+)  # fmt: skip
+def test_the_default_path(environment: dict[str, str], path: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+    if path is not None:
+        assert default_path() == path
+        return
+    with pytest.raises(ConfigError, match="no path given"):
+        default_path()
+
+
+@pytest.mark.parametrize(("path", "message"), [(5, "path is int"), ("", "path is empty"), ("a\0", "a zero byte")])
+def test_what_is_no_path_is_refused(path: object, message: str) -> None:
+    assert store_path(b"a") == "a"
+    with pytest.raises(ConfigError, match=message):
+        store_path(path)
+
+
+@pytest.mark.parametrize(
+    ("value", "on"),
+    [(None, False), ("", False), ("0", False), ("no", False), ("Off", False), ("false", False), (" 1 ", True),
+     ("yes", True), ("ON", True), ("true", True)],
+)  # fmt: skip
+def test_switches(value: str | None, on: bool) -> None:
+    assert switch("X", value) is on
+    with pytest.raises(ConfigError, match="X is 'maybe': set it to 1 or 0"):
+        switch("X", "maybe")

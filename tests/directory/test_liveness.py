@@ -114,3 +114,15 @@ def test_the_files_of_processes_are_part_of_the_capacity(capacity: str) -> None:
     small = settings.capacity_bytes - settings.segments_bytes_max - settings.index_bytes
     assert small - settings.process_files_bytes - settings.pin_files_bytes >= 256 << 10
     assert settings.process_files_bytes // BLOCK >= 128
+
+
+def test_what_processes_keep_pinned_is_summed_over_the_others(directory: Directory) -> None:
+    one, two, three = (Liveness(directory, 9 * BLOCK) for _ in range(3))
+    assert one.pinned_by_others() == 0
+    for process, nbytes in ((one, 5), (two, 70), (three, 900), (two, 1 << 40)):
+        process.say_pinned(nbytes)
+    assert [process.pinned_by_others() for process in (one, two, three)] == [(1 << 40) + 900, 905, (1 << 40) + 5]
+    two.close()
+    assert one.pinned_by_others() == 900
+    one.close()
+    three.close()

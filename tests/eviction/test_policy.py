@@ -173,3 +173,41 @@ def test_the_budget_is_a_fraction_of_what_was_stored() -> None:
     budget.stored(10**9)
     assert budget.tokens == BUDGET_SEGMENTS * 1000
     assert budget.available == 1000
+
+
+def worth_by_hand(segments: Sequence[Summary], now_us: int, budget: int) -> list[EvictionPlan]:
+    """The module's text, one sum after the other; chains of single fragments only."""
+    stamps = [t for s in segments for t in s.fragments.stamps]
+    scale = max(1, min(50_000_000, (now_us - min(stamps, default=now_us)) // 4))
+    lost: dict[int, list[float]] = {}
+    for s in segments:
+        hazards = [0.0 if t > now_us + SECOND else (1 + max(0, now_us - t) / scale) ** -1.5 for t in s.fragments.stamps]
+        lost[s.number] = [h * w for h, w in zip(hazards, s.fragments.weights, strict=True)]
+    live = sum(sum(s.fragments.nbytes) for s in segments)
+    average = sum(sum(losses) for losses in lost.values()) / live if live else 0.0
+    plans = []
+    for s in (s for s in segments if s.evictable):
+        losses, sizes, taken, spent = lost[s.number], s.fragments.nbytes, [], 0
+        best = sorted(range(len(losses)), key=lambda i: (-losses[i] / sizes[i], s.fragments.first[i]))
+        for i in (i for i in best if losses[i] > 2 * average * sizes[i]):
+            if spent + sizes[i] <= min(budget, s.nbytes - 1):
+                spent, taken = spent + sizes[i], [*taken, i]
+        score = (sum(losses) - sum(losses[i] for i in taken)) / (s.nbytes - spent)
+        reason = f"loss {score / average:.3f} of average" + (", held" if s.held else "")
+        copied = tuple(sorted(o for i in taken for o in s.fragments.ordinals_of(i)))
+        plans.append((s.held, round(score, 9), s.number, EvictionPlan(s.number, copied, spent, reason)))
+    return [plan for *_, plan in sorted(plans, key=lambda p: p[:3])]
+
+
+@pytest.mark.parametrize("budget", [0, 100, 250, 1599, 1600, 10_000])
+@pytest.mark.parametrize("oldest", [3, 40, 5000])
+def test_victims_and_copies_are_those_of_a_calculation_by_hand(oldest: int, budget: int) -> None:
+    rng, stamps = random.Random(oldest * 10_007 + budget), iter(range(10**9))
+    segments = []
+    for number in range(1, 12):
+        # times of their own, down to the microsecond: no chains between segments
+        ages = [rng.choice([0, 1, rng.randrange(oldest), oldest, -2, -1]) * SECOND + next(stamps) for _ in range(16)]
+        lives = [rng.choice([-5, 0, 100, 4000]) * SECOND for _ in ages]
+        fragments = group([NOW - a for a in ages], [100] * 16, [0] * 16, lives)
+        segments.append(Summary(number, 1600, number % 5 != 0, number % 4 == 0, fragments))
+    assert list(Policy().ranked(segments, NOW, budget)) == worth_by_hand(segments, NOW, budget)

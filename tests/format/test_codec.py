@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 import random
 import struct
@@ -500,6 +501,24 @@ def test_a_view_of_a_damaged_page_forgets_it(store: kvfs.Store, monkeypatch: pyt
     assert ns.put(tokens, PAGES).stored == 1
     with ns.match(tokens) as match:
         assert b"".join(ns.view(match)) == PAGES
+
+
+@pytest.mark.parametrize(("error", "stored"), [(errno.EIO, 6), (errno.ENOMEM, 0)], ids=["disk", "memory"])
+def test_an_encoded_page_that_cannot_be_read_is_not_served(
+    store: kvfs.Store, monkeypatch: pytest.MonkeyPatch, error: int, stored: int
+) -> None:
+    """After an error of the disk it leaves the index; for lack of memory it stays."""
+
+    def fail(*_: object, **__: object) -> bytes:
+        raise OSError(error, "x")
+
+    ns, tokens = store.namespace("model", LAYOUT, "1", codec="zstd"), tokens_of(1, 6)
+    assert ns.put(tokens, PAGES).stored == 6
+    with ns.match(tokens) as match, monkeypatch.context() as patch:
+        patch.setattr(SegmentFiles, "read_bytes", fail)
+        out = bytearray(match.nbytes)
+        assert ns.get(match, out) == 0 and not any(out)
+    assert ns.put(tokens, PAGES).stored == stored
 
 
 @pytest.mark.parametrize("name", ["zstd", "planes"])

@@ -103,3 +103,22 @@ def test_chunks_outside_the_prompt_are_refused(ns: kvfs.Namespace) -> None:
     ):
         with pytest.raises(kvfs.ConfigError):
             wrong()
+
+
+def test_a_match_of_nothing_names_no_page(ns: kvfs.Namespace) -> None:
+    tokens = tokens_of(1, 40)
+    ns.put(tokens, seeded(1, 40 * TINY_BYTES))
+    group = ns.layout.groups[0].name
+    with ns.prompt(tokens).select({group: 0}, end=0) as nothing, ns.prompt(tokens).select({group: 32}, end=40) as last:
+        assert not nothing and nothing.groups[0].count == 0 and not nothing.groups[0].hits and not nothing.segments
+        assert [hit.run for hit in last.groups[0].hits] == [1] and last.groups[0].present == 0xFF << 32
+
+
+def test_a_prompt_whose_first_page_is_lost_matches_nothing(memory_path: Path) -> None:
+    """The row that it shares with the next pages is still there."""
+    with kvfs.open(memory_path / "store", capacity="32MiB") as store:
+        ns, tokens = store.namespace("model", tiny(), "1"), tokens_of(2, 3)
+        ns.put(tokens, seeded(2, 3 * TINY_BYTES))
+        assert store.purge(ns, chunks=ns.chunk_hashes(tokens)[:1]).pages == 1
+        with ns.match(tokens) as match:
+            assert not match and match.groups[0].count == 0 and not match.groups[0].hits and not match.segments

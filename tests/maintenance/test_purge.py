@@ -16,6 +16,7 @@ import pytest
 
 import kvfs
 from kvfs.errors import ConfigError, StoreAccessError, StoreReadOnlyError
+from kvfs.format import segment as fmt
 from kvfs.index.session import Session
 from kvfs.index.tables import ACTIVE, SEALED, SegmentRow
 from kvfs.maintenance import purge as purge_module
@@ -631,3 +632,15 @@ def test_a_segment_whose_table_hides_a_record_is_not_taken_for_free_of_it(path: 
         assert found(space(store), 1, 10) == 10
         store.purge(space(store), chunks=space(store).chunk_hashes(tokens_of(1, 10))[8:])
         assert found(space(store), 1, 10) == 0, "dropped: what is behind the damage is unknown"
+
+
+@pytest.mark.parametrize("folder", ["segments", "doomed", ""])
+def test_a_mark_stays_as_long_as_a_file_may_bring_its_records_back(store: kvfs.Store, path: Path, folder: str) -> None:
+    """Of a segment that no row names."""
+    segment_id = b"z" * 16
+    if folder:
+        (path / folder / f"{segment_id.hex()}.kvs").write_bytes(b"")
+    marks = store._shared.c.marks
+    marks.write(fmt.PurgeMark(segment_id, fmt.PURGE_ALL, 0, b""))
+    store._shared.services().purger.resume()
+    assert marks.has(segment_id) is bool(folder)

@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+import random
+from itertools import pairwise
+
+import pytest
+
 from kvfs.index.rows import Place, pack_row
 from kvfs.lookup.prefix_match import GroupMatch
 from kvfs.lookup.row_hits import Hit
@@ -110,3 +115,81 @@ def test_a_single_read_is_of_one_page_although_they_are_neighbours() -> None:
 def test_pages_of_a_dropped_segment_are_covered_and_not_read() -> None:
     gm = GroupMatch(0, "full", WANT, None, PAGE, 0, 3, (hit({j: place(10 + j, 1 + j) for j in range(3)}),), 32)
     assert plan_reads(gm, {}, 1 << 20) == ([], 0b111)
+
+
+@pytest.mark.parametrize("seed", range(60))
+def test_runs_are_those_pages_that_follow_one_another(seed: int) -> None:
+    """Rows that interleave, rows of forks, codecs, gaps, parts and segments, against a list of single pages."""
+    draw = random.Random(seed)
+    size, length, count = draw.choice([PAGE, 3 * PAGE, PAGE // 2]), draw.choice([1, 4, 32]), draw.randrange(1, 40)
+    first = draw.randrange(count)
+    blocks = -(-size // PAGE)
+    leaves = draw.choice([1, 4])
+    hits, pages, covered, other = list[Hit](), dict[int, Place](), 0, Part(0, 1, 0, 2)
+    for number in range(-(-count // length)):
+        slots = [j for j in range(length) if number * length + j < count]
+        for _ in range(draw.choice([1, 1, 2, 3])):
+            taken = [j for j in slots if draw.random() < 0.8]
+            block, seq, leaf = draw.randrange(50, 10_000), draw.randrange(1, 10_000), draw.randrange(4_000, 10_000)
+            segment, places = draw.choice([1, 1, 2, 9]), dict[int, Place]()
+            gap = draw.choice([0, 0, 0, 5])
+            for j in taken:
+                if draw.random() < 0.1:
+                    block, seq, leaf = (
+                        block + draw.choice([0, 7]),
+                        seq + draw.choice([0, 1]),
+                        leaf + draw.choice([0, 8]),
+                    )
+                places[j] = Place(
+                    bytes([j]) * 32, draw.randbytes(16), draw.choice([0] * 9 + [1]), 0, segment, block,
+                    draw.choice([size] * 9 + [size - 1]), leaf, seq, 0,
+                )  # fmt: skip
+                block, seq, leaf = block + blocks + gap, seq + 1, leaf + leaves
+            if not places:
+                continue
+            part = draw.choice([WANT] * 5 + [other])
+            bits = sum(1 << j for j in places if draw.random() < 0.9)
+            hits.append(Hit(number, part, bytes(40), pack_row(bytes(40), places, leaves), bits))
+            for j, place in places.items():
+                chunk = number * length + j
+                usable = part == WANT and bits >> j & 1 and not place.codec and place.stored_bytes == size
+                if usable and chunk >= first and not covered >> chunk & 1:
+                    covered |= 1 << chunk
+                    if place.segment != 9:
+                        pages[chunk] = place
+    held = {n: OpenSegment(n, bytes(16), -1, "") for n in (1, 2)}
+    gm = GroupMatch(0, "full", WANT, None, size, first, count, tuple(hits), length)
+    runs, found = plan_runs(gm, held)
+    assert found == covered
+    assert [run.chunk + i for run in runs for i in range(run.count)] == sorted(pages), "in the order of the prompt"
+    stride = blocks * PAGE
+    for run in runs:
+        assert (run.stride, run.leaf_bytes, run.span) == (stride, 8 * leaves, stride * run.count)
+        for i, seq in enumerate(run.seqs):
+            place = pages[run.chunk + i]
+            assert (run.held, run.segment, seq, run.root(i)) == (
+                held[place.segment],
+                place.segment,
+                place.seq,
+                place.root,
+            )
+            assert (run.offset + i * stride, run.leaf + i * run.leaf_bytes) == (place.block * PAGE, place.leaf * 8)
+    for before, after in pairwise(runs):
+        joins = (
+            before.held is after.held and before.chunk + before.count == after.chunk
+            and before.offset + before.span == after.offset
+            and before.leaf + before.count * before.leaf_bytes == after.leaf
+        )  # fmt: skip
+        assert not joins, "what follows in the prompt, in the segment and in its leaf tables is one run"
+    for bytes_max in (1, stride, 3 * stride + 1, 1 << 20):
+        for gaps in (False, True):
+            jobs, covered_by_jobs = plan_reads(gm, held, bytes_max, gaps=gaps)
+            assert covered_by_jobs == covered
+            most = max(1, bytes_max // stride) if gaps or stride == size else 1
+            assert [job.count for job in jobs] == [
+                min(most, run.count - at) for run in runs for at in range(0, run.count, most)
+            ]
+            for job in jobs:
+                assert job.out == (job.chunk - first) * size and job.stride == (stride if gaps else size)
+                assert job.offset == pages[job.chunk].block * PAGE and job.bits() == (1 << job.count) - 1 << job.chunk
+                assert job.seqs == [pages[job.chunk + i].seq for i in range(job.count)]

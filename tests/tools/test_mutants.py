@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import subprocess
 import sys
 from collections import Counter
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
@@ -102,9 +105,10 @@ def test_a_mutant_is_not_noticed_by_a_run_that_could_not_begin(tmp_path: Path) -
 
 def test_a_mutant_is_asked_of_the_tests_that_run_its_function(tmp_path: Path) -> None:
     source = "A = 1\n\ndef f(a=1):\n    def g():\n        return a\n    return g()\n\n@property\ndef h(): return 1\n"
-    assert [function_at(source, line) for line in range(1, 10)] == [0, 0, 0, 3, 3, 3, 0, 0, 8]
-    functions = {"kvfs/m.py:3": ["b", "a"], "kvfs/m.py:8": ["c"], "kvfs/n.py:3": ["d"]}
-    Reach(tmp_path / "reach.json", ["tests"], functions).save()
+    assert [function_at(source, line) for line in range(1, 10)] == ["", "", "f", "f", "f", "f", "", "h", "h"]
+    assert function_at("class C:\n    a = 1\n    def f(self):\n        return 1\n", 4) == "C.f"
+    functions = {"kvfs/m.py:f": ["b", "a"], "kvfs/m.py:h": ["c"], "kvfs/n.py:f": ["d"]}
+    Reach(tmp_path / "reach.json", {"tests/test_a.py": "digest"}, functions).save()
     reach = Reach.load(tmp_path / "reach.json")
     assert reach.of("kvfs/m.py", source, 5) == ["b", "a"]
     assert reach.of("kvfs/m.py", source, 1) == ["a", "b", "c"], "a line of the module: all that run anything of it"
@@ -118,7 +122,7 @@ def test_a_run_without_a_mutant_notes_what_the_tests_run_in_any_thread(tmp_path:
 one = ["import threading", "from kvfs import m", "def test_one():", "    assert m.f() == 1", "def test_two():"]
 two = ["    thread = threading.Thread(target=m.g)", "    thread.start()", "    thread.join()"]
 (tree.root / "tests" / "test_one.py").write_text("\\n".join(one + two))
-tree.run(["tests"], learn=True)
+tree.run(["tests/test_one.py"], learn=True)
 for line in (2, 5):
     print(*tree.reach.of("kvfs/m.py", (tree.root / "kvfs" / "m.py").read_text(), line))
 """
@@ -134,16 +138,96 @@ for name in ("write/test_near.py", "crash/test_far.py", "crash/test_slow.py"):
     file.parent.mkdir(exist_ok=True)
     mark = "import pytest\\npytestmark = pytest.mark.slow\\n" if "slow" in name else ""
     file.write_text(mark + "def test_it():\\n    pass\\n")
-print(learn(tree, 0.0), tree.reach.files)
+print(learn(tree, 0.0), [*tree.reach.files])
 print(learn(tree, time.monotonic() + 100.0))
-print(Tree(Path("folder")).reach.files)
+tree = Tree(Path("folder"))
+(tree.root / "tests" / "write" / "test_near.py").write_text("def test_that(): pass")
+print(learn(tree, time.monotonic() + 100.0))
+print([*tree.known.seconds])
+print([*tree.reach.files])
 """
     printed = run_in_a_small_tree(tmp_path, code).splitlines()
     files = ["tests/write/test_near.py", "tests/crash/test_far.py", "tests/crash/test_slow.py"]
     assert printed[0] == "False []"
-    assert "True" in printed and printed[-1] == repr(files)
+    assert printed.count("True") == 2 and printed[-1] == repr(files)
+    assert sum("1 tests without a mutant" in line for line in printed) == 3, "a file that has changed is learnt again"
+    tests = ["tests/crash/test_far.py::test_it", "tests/write/test_near.py::test_that"]
+    assert printed[-2] == repr(tests)
 
 
 def test_a_run_without_a_mutant_of_a_file_that_is_not_there_is_an_error(tmp_path: Path) -> None:
     code = 'tree.run(["tests/test_none.py"], learn=True)'
     assert "ToolError the tests could not be run" in run_in_a_small_tree(tmp_path, code)
+
+
+SAME = """import os
+from dataclasses import dataclass
+from typing import overload
+@overload
+def f(x): ...
+@property
+def f(x):
+    return [*zip(x, x, strict=True)]
+@dataclass(frozen=True, repr=False)
+class A:
+    a = os.O_RDONLY | os.O_DIRECT
+b = os.O_RDWR | f(1)
+"""
+
+
+def test_what_no_run_can_tell_is_left_out_of_a_sample(tmp_path: Path) -> None:
+    pytest.importorskip("cosmic_ray", reason="cosmic-ray is not installed (pip install -e .[mutants])")
+    from tools.mutants import sample
+
+    (tmp_path / "m.py").write_text(SAME)
+    changes = [change for found in sample.places_of(tmp_path / "m.py").values() for change in found]
+    at = [(c.start_pos[0], c.operator_name.removeprefix("core/")) for c in changes]
+    assert {row for row, name in at if name == "RemoveDecorator"} == {6, 9}, "not the overload"
+    assert [row for row, name in at if name == "ReplaceTrueWithFalse"] == [], "neither strict nor frozen"
+    assert [row for row, name in at if name == "ReplaceFalseWithTrue"] == [9], "repr is not an assertion"
+    assert {row for row, name in at if name.endswith("BitOr_Add")} == {12}, "flags have distinct bits"
+    assert {row for row, name in at if name.endswith("BitOr_BitAnd")} == {11, 12}
+
+
+@pytest.mark.parametrize(
+    ("line", "reached", "asked"),
+    [
+        (4, ["tests/write/test_m.py::a", "tests/cli/test_x.py::b"], [["tests/cli/test_x.py", "tests/write/test_m.py"]]),
+        (4, [], [["tests/write", "tests/test_namespace.py"]]),
+        (1, ["tests/write/test_m.py::a"], [["tests/write/test_m.py"], ["tests/test_numbers.py"]]),
+        (1, [], [["tests/test_numbers.py"], ["tests/write", "tests/test_namespace.py"]]),
+    ],
+    ids=["reached", "not reached", "a number", "a number of a module without functions"],
+)
+def test_which_tests_a_mutant_is_asked_of(
+    tmp_path: Path, line: int, reached: list[str], asked: list[list[str]]
+) -> None:
+    from tools.mutants.__main__ import judge
+    from tools.mutants.tree import Verdict
+
+    for name in ("tests/write/test_m.py", "tests/test_namespace.py", "tests/test_numbers.py", "kvfs/write/m.py"):
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text("A = 1\n\ndef f():\n    return A\n")
+    seen: list[list[str]] = []
+
+    def run(tests: list[str], module: str, **how: object) -> Verdict:
+        seen.append(list(tests))
+        return Verdict(False, "", frozenset(), 1.0)
+
+    tree: Any = SimpleNamespace(
+        root=tmp_path, known=Experience(tmp_path / "tests.json"), run=run,
+        reach=Reach(tmp_path / "reach.json", {}, {"kvfs/write/m.py:f": reached}),
+        changed=lambda name, text: contextlib.nullcontext(),
+    )  # fmt: skip
+    assert not judge(tree, tmp_path / "kvfs" / "write" / "m.py", "", line).noticed
+    assert seen == asked
+
+
+def test_what_is_noted_of_a_file_replaces_what_was_noted_before(tmp_path: Path) -> None:
+    reach = Reach(tmp_path / "reach.json", {}, {"m.py:f": ["a.py::old", "b.py::one"]})
+    reach.note("a.py", "digest", {"m.py:f": ["a.py::new"], "m.py:g": ["a.py::new"]})
+    assert Reach.load(reach.path).functions == {"m.py:f": ["b.py::one", "a.py::new"], "m.py:g": ["a.py::new"]}
+    assert Reach.load(reach.path).files == {"a.py": "digest"}
+    known = Experience(tmp_path / "tests.json", {"a.py::old": 1.0, "b.py::one": 2.0}, {}, ["a.py::old", "b.py::one"])
+    known.learn("a.py", {"a.py::new": 3.0}, [])
+    assert known.seconds == {"b.py::one": 2.0, "a.py::new": 3.0} and known.failing == ["b.py::one"]

@@ -956,6 +956,8 @@ def test_more_bad_arguments(ns: kvfs.Namespace, store: kvfs.Store) -> None:
         for call, message in (
             (lambda: io.load(match, blocks(1)), "has 2 ids, 4 are needed"),
             (lambda: io.load(match, blocks(2), first_token=-1), "first_token is -1"),
+            (lambda: io.load(match, blocks(2), first_token=1.0), "first_token is 1.0"),
+            (lambda: io.restore(prompt(2), blocks(2), first_token=-1), "first_token is -1"),
             (lambda: io.load(other.match(prompt(1)), blocks(1)), "another namespace"),
             (lambda: io.save(other.plan_save(prompt(1)), blocks(1)), "another namespace"),
             (lambda: io.save(ns.plan_save(prompt(3)), blocks(3), attempt=b"1"), "attempt has 1 bytes"),

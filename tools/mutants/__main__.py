@@ -26,6 +26,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from tools.mutants.excuses import excused
+from tools.mutants.reach import function_at
 from tools.mutants.tree import ROOT, Tree, Verdict, load_libraries
 from tools.mutations import MUTATIONS
 
@@ -39,16 +40,19 @@ PACKAGES = (
 )  # fmt: skip
 #: Tests of other packages that see much of the store, asked together with those of the mutant's own package.
 BROAD = ("tests/test_namespace.py", "tests/test_store_open.py", "tests/crash/test_order_of_writes.py")
+#: Tests of lines that no function runs: a module's numbers.
+NUMBERS = ("tests/test_numbers.py",)
 #: Any of these may run a mutant's function: all that do not drive a GPU, an engine or the documentation.
 WIDE = (
     "tests/bundles", "tests/catalog", "tests/cli", "tests/crash", "tests/directory", "tests/eviction", "tests/format",
     "tests/fuzz", "tests/golden", "tests/index", "tests/lookup", "tests/maintenance", "tests/multiprocess",
     "tests/native", "tests/property", "tests/read", "tests/runtime", "tests/security", "tests/segments", "tests/system",
-    "tests/transfer", "tests/write", "tests/test_store_switches.py", "tests/test_architecture.py",
+    "tests/transfer", "tests/write", "tests/test_store_switches.py", "tests/test_architecture.py", "tests/metrics",
+    "tests/pages", "tests/doctor", "tests/ranks", "tests/mount", "tests/remote",
 )  # fmt: skip
 NAMED_SECONDS = 900.0  # of all tests of a named bug; a busy machine must not look like a hang
 NEAR_SECONDS, WIDE_SECONDS = 5.0, 20.0  # of one test that runs the mutant's function, and of one of all others
-FIRST_TESTS, REACHED_SECONDS = 8, 30.0  # that are asked at once; of all tests that run the mutant's function
+FIRST_TESTS, REACHED_SECONDS = 8, 120.0  # that are asked at once; of all tests that run the mutant's function
 
 FOLDER = click.argument("folder", type=click.Path(file_okay=False, path_type=Path))
 
@@ -123,11 +127,15 @@ def judge(tree: Tree, path: Path, text: str, line: int, *, new: bool = False, wi
         for some in (chosen[:FIRST_TESTS], chosen[FIRST_TESTS:])
         if some
     ]
+    if not function_at(path.read_text(encoding="utf-8"), line):
+        passes.append((exists(tree, *NUMBERS), None, NEAR_SECONDS))  # last: first, whether behaviour tells
+    if not chosen:  # a module of constants, or a function that only child processes run
+        passes.append((near(tree, path), None, NEAR_SECONDS))
     if wide:
         passes.append(([*near(tree, path), *exists(tree, *WIDE)], None, WIDE_SECONDS))
     verdict = Verdict(False, "", frozenset(), 0.0)
     with tree.changed(name, text):
-        for tests, only, seconds_max in passes:
+        for tests, only, seconds_max in (one for one in passes if one[0]):  # without a name pytest would run all
             last = tree.run(tests, name, only=only, seconds_max=seconds_max, skip=verdict.ran)
             verdict = last._replace(ran=verdict.ran | last.ran, seconds=verdict.seconds + last.seconds)
             if verdict.noticed:
@@ -165,7 +173,7 @@ def learn(tree: Tree, end: float) -> bool:
     """
     load_libraries()
     for file in files_of_tests(tree):
-        if file in tree.reach.files:
+        if tree.reach.files.get(file) == tree.digest(file):
             continue
         if time.monotonic() > end:
             return False
@@ -175,12 +183,16 @@ def learn(tree: Tree, end: float) -> bool:
     return True
 
 
-def work(folder: Path, db: WorkDB, items: list[Any], seconds: float, *, new: bool = False, wide: bool) -> None:
+def work(
+    folder: Path, db: WorkDB, items: list[Any], seconds: float, *, new: bool = False, wide: bool, known: bool
+) -> None:
     from cosmic_ray.mutating import _make_diff
     from cosmic_ray.work_item import TestOutcome, WorkerOutcome, WorkResult
 
     tree, end = Tree(folder), time.monotonic() + seconds
-    if not learn(tree, end):
+    if known:
+        load_libraries()
+    elif not learn(tree, end):
         return
     for item in items:
         if time.monotonic() > end:
@@ -200,6 +212,9 @@ def work(folder: Path, db: WorkDB, items: list[Any], seconds: float, *, new: boo
 
 
 SECONDS = click.option("--seconds", default=1e9, show_default="no limit", help="Start no further mutant after this.")
+KNOWN = click.option(
+    "--known", is_flag=True, help="Learn no further tests: ask those whose functions are noted already."
+)
 WIDER = click.option("--wide", is_flag=True, help="Ask all tests, not only those seen to run the mutant's function.")
 
 
@@ -207,23 +222,25 @@ WIDER = click.option("--wide", is_flag=True, help="Ask all tests, not only those
 @FOLDER
 @SECONDS
 @WIDER
-def run(folder: Path, seconds: float, wide: bool) -> None:
+@KNOWN
+def run(folder: Path, seconds: float, wide: bool, known: bool) -> None:
     with session(folder) as db:
-        work(folder, db, sorted(db.pending_work_items, key=lambda item: item.job_id), seconds, wide=wide)
+        work(folder, db, sorted(db.pending_work_items, key=lambda item: item.job_id), seconds, wide=wide, known=known)
 
 
 @main.command(help="Judge the survivors once more, with the tests as they are now.")
 @FOLDER
 @SECONDS
 @WIDER
+@KNOWN
 @click.option("--only", multiple=True, help="Numbers of mutants, as report --survivors shows them; default: all.")
-def again(folder: Path, seconds: float, wide: bool, only: tuple[str, ...]) -> None:
+def again(folder: Path, seconds: float, wide: bool, known: bool, only: tuple[str, ...]) -> None:
     Tree(folder).copy(("tests", "tools"))
     with session(folder) as db:
         pairs = sorted(db.completed_work_items, key=lambda pair: pair[0].job_id)
         items = [item for item, result in pairs if not result.is_killed and not is_control(item)]
         items = [i for i in items if not only or i.job_id in only]
-        work(folder, db, items, seconds, new=True, wide=wide)
+        work(folder, db, items, seconds, new=True, wide=wide, known=known)
 
 
 def is_control(item: Any) -> bool:

@@ -55,29 +55,58 @@ def means_the_same(operator: str) -> bool:
     return after in ("Is", "IsNot") and before not in ("Is", "IsNot")
 
 
-def annotations(source: str) -> list[tuple[tuple[int, int], tuple[int, int]]]:
-    """Spans of annotations and of blocks for type checkers: no program runs them."""
-    spans: list[ast.AST | None] = []
+Span = tuple[tuple[int, int], tuple[int, int]]
+
+
+def span(node: Any) -> Span:
+    return (node.lineno, node.col_offset), (node.end_lineno, node.end_col_offset)
+
+
+def unseen(source: str) -> list[Span]:
+    """Spans that no run of the program can tell from another: annotations, blocks and overloads for type checkers, and
+    assertions that never fail in a right program: ``strict=True`` of ``zip``, ``frozen`` and ``slots`` of a dataclass.
+    """
+    spans: list[Any] = []
     for node in ast.walk(ast.parse(source)):
         if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
-            spans.append(node.returns)
+            spans += [node.returns, *(d for d in node.decorator_list if ast.unparse(d) == "overload")]
         elif isinstance(node, (ast.arg, ast.AnnAssign)):
             spans.append(node.annotation)
         elif isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING":
             spans.append(node)
-    return [((n.lineno, n.col_offset), (n.end_lineno, n.end_col_offset)) for n in spans if n is not None]  # type: ignore[attr-defined]
+        elif isinstance(node, ast.Call):
+            asserted = {"zip": ("strict",), "dataclass": ("frozen", "slots")}.get(ast.unparse(node.func), ())
+            spans += [k.value for k in node.keywords if k.arg in asserted]
+    return [span(node) for node in spans if node is not None]
+
+
+def unions_of_flags(source: str) -> list[Span]:
+    """Spans of ``A | B`` with names of constants only: distinct bits, so the sum and the difference are their union."""
+    unions = (n for n in ast.walk(ast.parse(source)) if isinstance(n, ast.BinOp) and isinstance(n.op, ast.BitOr))
+    names = ((node, ast.unparse(node).split("|")) for node in unions)
+    return [span(node) for node, parts in names if all(part.strip().rpartition(".")[2].isupper() for part in parts)]
+
+
+def within(place: tuple[int, int], spans: Sequence[Span]) -> bool:
+    return any(first <= place < end for first, end in spans)
 
 
 def places_of(path: Path) -> dict[Place, list[MutationSpec]]:
     """The changes that cosmic-ray knows for each place of a module."""
     init = importlib.import_module("cosmic_ray.commands.init")  # the package has a function of the same name
-    skipped = annotations(path.read_text(encoding="utf-8"))
+    source = path.read_text(encoding="utf-8")
+    skipped, flags = unseen(source), unions_of_flags(source)
     found: dict[Place, list[MutationSpec]] = {}
     for item in init._all_work_items([path], {}):
         (change,) = item.mutations
-        outside = all(not (first <= change.start_pos < end) for first, end in skipped)
-        if change.operator_name != CONTROL and outside and not means_the_same(change.operator_name):
-            found.setdefault((path, change.start_pos, change.end_pos), []).append(change)
+        name, place = change.operator_name, change.start_pos
+        row, column = place
+        at = (row, column + 1) if name.endswith("RemoveDecorator") else place  # of its name, behind the "@"
+        if name == CONTROL or within(at, skipped) or means_the_same(name):
+            continue
+        if name.endswith(("BitOr_Add", "BitOr_BitXor")) and within(place, flags):
+            continue
+        found.setdefault((path, place, change.end_pos), []).append(change)
     return found
 
 

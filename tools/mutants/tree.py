@@ -9,6 +9,7 @@ from __future__ import annotations
 import compileall
 import contextlib
 import ctypes
+import hashlib
 import importlib
 import json
 import os
@@ -72,6 +73,12 @@ class Experience:
         new = self.path.with_suffix(".new")
         new.write_text(json.dumps({"seconds": self.seconds, "noticed": self.noticed, "failing": self.failing}))
         new.replace(self.path)
+
+    def learn(self, file: str, seconds: dict[str, float], failing: list[str]) -> None:
+        """What a run of a file without a bug has shown, in place of what an earlier one had."""
+        self.seconds = {t: s for t, s in self.seconds.items() if t.partition("::")[0] != file} | seconds
+        self.failing = [t for t in self.failing if t.partition("::")[0] != file] + failing
+        self.save()
 
     def rank(self, module: str, test: str) -> tuple[int, bool, int, float]:
         """Tests that noticed bugs of this module, then those named for it, those that noticed others, fast ones."""
@@ -147,6 +154,10 @@ class Tree:
         mode = py_compile.PycInvalidationMode.CHECKED_HASH
         compileall.compile_dir(self.root / "kvfs", quiet=2, invalidation_mode=mode)
 
+    def digest(self, file: str) -> str:
+        """Of a file's text: what was noted of its tests holds until it changes."""
+        return hashlib.sha256((self.root / file).read_bytes()).hexdigest()[:16]
+
     @contextlib.contextmanager
     def changed(self, path: str, text: str) -> Iterator[None]:
         """A file of the copy has another text; if this process is killed, until a ``Tree`` is made of it again."""
@@ -175,8 +186,8 @@ class Tree:
         learn: bool = False,
         limit: float | None = None,
     ) -> Verdict:
-        """Run tests of the copy until one fails; of those collected, ``only`` these. ``learn``: run all of them, and
-        note their seconds, their failures and what they run.
+        """Run tests of the copy until one fails; of those collected, ``only`` these. ``learn``: run all of one file,
+        and note their seconds, their failures and what they run.
 
         Raises ToolError if the tests could not be run.
         """
@@ -202,16 +213,14 @@ class Tree:
         _end_all()
         took = time.monotonic() - started
         seconds, failed = json.loads(self._log.read_text()) if self._log.exists() else ({}, [])
-        if status == TOOL_FAILED or (learn and not seconds and status != 5):  # 5: a file of slow tests alone
+        # of pytest: 0 and 1: it ran to its end, 5: without a test, as of a file of slow ones
+        if status == TOOL_FAILED or (learn and status not in (0, 1, 5)):
             raise ToolError(f"the tests could not be run (exit status {status}): see {self.output}")
         if learn:
-            self.known.seconds |= seconds
-            self.known.failing += failed
-            self.known.save()
-            for key, names in json.loads(self._reached.read_text()).items() if self._reached.exists() else ():
-                self.reach.functions.setdefault(key, []).extend(names)
-            self.reach.files += tests
-            self.reach.save()
+            (file,) = tests
+            self.known.learn(file, seconds, failed)
+            reached = json.loads(self._reached.read_text()) if self._reached.exists() else {}
+            self.reach.note(file, self.digest(file), reached)
         ran = frozenset(seconds)
         if status is None:
             return Verdict(True, f"no end within {limit:.0f} s", ran, took)

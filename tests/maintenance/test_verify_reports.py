@@ -1,0 +1,231 @@
+"""What a verification says, number by number, of each kind of damage; what a repair counts, and how far it gets."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import kvfs
+from kvfs.errors import ConfigError
+from kvfs.index.session import Session
+from kvfs.maintenance.verify import Verification, Verifier
+from tests.stores import TINY_BYTES, scanned, seeded, segment_files, tiny, tokens_of
+
+PAGES = 120  # two prompts of sixty, in segments of at most 57 pages
+
+
+@pytest.fixture
+def path(memory_path: Path) -> Path:
+    where = memory_path / "store"
+    with kvfs.open(where, capacity="32MiB") as store:
+        ns = store.namespace("alpha", tiny(), "1a")
+        for seed in range(2):
+            assert ns.put(tokens_of(seed, 60), seeded(seed, 60 * TINY_BYTES)).stored == 60
+    return where
+
+
+def checked(path: Path, **how: Any) -> tuple[Verification, list[tuple[int, int]]]:
+    seen: list[tuple[int, int]] = []
+    with kvfs.open(path) as store:
+        store._shared.background.stop()
+        charged = store._shared.c.index.read(lambda s: s.ledger().used, 5.0)
+        report = store.verify(progress=lambda done, total: seen.append((done, total)), **how)
+    assert all(done <= total == charged for done, total in seen) and seen[-1] == (charged, charged)
+    return report, seen
+
+
+def good(path: Path, without: Path | None = None) -> dict[str, Any]:
+    files = [file for file in segment_files(path) if file != without]
+    pages = sum(len(list(scanned(file).parts())) for file in files)
+    return {"segments": len(files), "pages": pages, "bytes": pages * TINY_BYTES, "index_pages": pages}
+
+
+def test_a_whole_store(path: Path) -> None:
+    report, seen = checked(path)
+    assert report == Verification(segments=3, pages=PAGES, bytes=PAGES * TINY_BYTES, index_pages=PAGES) and report.ok
+    assert len(seen) == PAGES + 3
+    assert seen[0][0] == 16384 + 4096 + TINY_BYTES, "the first page is behind the table and the descriptor"
+    report, seen = checked(path, sample=0.0)
+    assert report == Verification(segments=3, index_pages=PAGES) and len(seen) == 3
+    some, _ = checked(path, sample=0.5)
+    assert 30 < some.pages < 90 and checked(path, sample=0.5)[0] == some, "the same sample for a seed"
+    assert checked(path, sample=0.5, seed=1)[0].pages != some.pages or checked(path, sample=0.5, seed=2)[0] != some
+    assert checked(path, repair=True)[0].repaired == 0
+
+
+@pytest.mark.parametrize("sample", [-0.01, 1.01])
+def test_a_share_of_the_pages_is_between_nothing_and_all(path: Path, sample: float) -> None:
+    with kvfs.open(path) as store, pytest.raises(ConfigError, match="pass a share from 0"):
+        store.verify(sample)
+
+
+def change(at: int) -> Callable[[Path], None]:
+    def changed(file: Path) -> None:
+        data = bytearray(file.read_bytes())
+        data[at] ^= 1
+        file.write_bytes(data)
+
+    return changed
+
+
+@pytest.mark.parametrize(
+    ("damage", "segments", "says"),
+    [
+        (change(20), 0, "its header is damaged or another segment's"),
+        (change(4096 + 160 * 5 + 40), 1, "{n} records are published, 5 can be read"),
+        (lambda file: file.unlink(), 0, "cannot be opened"),
+        (lambda file: file.write_bytes(b""), 0, "its header is damaged or another segment's"),
+    ],
+)
+def test_a_damaged_segment(path: Path, damage: Callable[[Path], None], segments: int, says: str) -> None:
+    file = segment_files(path)[1]
+    records, left = len(scanned(file).entries), good(path, without=file)
+    damage(file)
+    report, _ = checked(path)
+    pages = 4 if segments else 0  # of those five, one is the descriptor's
+    assert report == Verification(
+        segments=2 + segments, pages=left["pages"] + pages, bytes=(left["pages"] + pages) * TINY_BYTES,
+        index_pages=PAGES if segments else left["pages"], bad_segments=1,
+        problems=[f"segment {file.stem}: {says.format(n=records)}"],
+    )  # fmt: skip
+    assert not report.ok
+    mended, _ = checked(path, repair=True)
+    assert mended.repaired == 1
+
+
+@pytest.mark.parametrize(
+    ("at", "why"),
+    [(0, "payload and leaf checksums disagree"), (1 << 20, "payload and leaf checksums disagree")],
+    ids=["payload", "leaves"],
+)
+def test_a_damaged_page(path: Path, at: int, why: str) -> None:
+    """The first page of the second prompt: 16 tokens from the beginning of it."""
+    wanted = seeded(1, TINY_BYTES)
+    (file,) = (f for f in segment_files(path) if wanted in f.read_bytes())
+    entry = next(e for e in scanned(file).parts() if file.read_bytes()[e.payload :].startswith(wanted))
+    change(entry.leaves if at else entry.payload)(file)
+    report, _ = checked(path)
+    line = f"alpha@1a tokens 0-16, segment {file.stem} record {entry.seq}: {why}"
+    assert report == Verification(**good(path), bad_pages=1, problems=[line]) and not report.ok
+    mended, _ = checked(path, repair=True)
+    assert (mended.bad_pages, mended.repaired) == (1, 1)
+    after, _ = checked(path)
+    assert after == Verification(**{**good(path), "index_pages": PAGES - 1}), "what no row names is no bad page"
+
+
+def test_a_damaged_descriptor_makes_its_pages_bad(path: Path) -> None:
+    file = segment_files(path)[0]
+    pages = len(list(scanned(file).parts()))
+    change(16384 + 3)(file)
+    report, _ = checked(path)
+    assert report.bad_pages == pages and not report.ok and len(report.problems) == pages
+    assert all(line.endswith("its namespace record is damaged") for line in report.problems)
+    mended, _ = checked(path, repair=True)
+    assert mended.repaired == pages
+    assert checked(path)[0].ok
+
+
+def test_rows_of_the_index_that_contradict_or_are_damaged(path: Path) -> None:
+    with kvfs.open(path) as store:
+        core = store._shared
+        core.background.stop()
+
+        def break_rows(session: Session) -> list[str]:
+            rows = [(bytes(key), bytes(value)) for key, value in session.txn.cursor(db=session.db.pages)]
+            for key, value in rows[:2]:
+                session.put_row(key, value[:-1])
+            return [key.hex()[:16] for key, _ in rows]
+
+        keys = core.c.index.write(break_rows, 5.0)
+        report = Verifier(core.c, 0.0, 0).run()
+        assert len(keys) == 4, "two prompts in rows of 32 pages"
+        assert report.index_errors == 2 and report.index_pages in (2 * 28, 28 + 32, 2 * 32)
+        assert report.problems == [f"index row {key}: damaged" for key in keys[:2]] and not report.ok
+        mended = store.verify(0.0, repair=True)
+        assert mended.repaired == 2
+        core.rebuild_if_needed()
+        assert store.verify().ok
+
+
+def test_a_ledger_that_is_not_the_sum_of_its_segments(path: Path) -> None:
+    with kvfs.open(path) as store:
+        core = store._shared
+        core.background.stop()
+        wrong = lambda s: s._set_ledger(s.ledger()._replace(used=s.ledger().used + 1))  # noqa: E731
+        core.c.index.write(wrong, 5.0)
+        report = store.verify(0.0, repair=True)
+        assert (report.index_errors, report.repaired) == (1, 1)
+        assert report.problems == ["index: the ledger is not the sum of its segments"]
+
+
+def test_files_that_the_index_does_not_know(path: Path) -> None:
+    folder = path / "segments"
+    (folder / "notes.txt").write_bytes(b"hello")
+    (folder / ("0" * 32 + ".kvs")).mkdir()
+    (folder / ("1" * 32 + ".kvs")).write_bytes(segment_files(path)[1].read_bytes())
+    with kvfs.open(path) as store:
+        store._shared.background.stop()
+        report = store.verify(0.0)
+        assert (report.foreign_files, report.bad_segments, report.segments) == (2, 1, 3)
+        assert sorted(report.problems) == [
+            f"segments/{'0' * 32}.kvs: not a file of kvfs",
+            f"segments/{'1' * 32}.kvs: the index does not know it",
+            "segments/notes.txt: not a file of kvfs",
+        ]
+        mended = store.verify(0.0, repair=True)
+        assert mended.repaired == 3 and len(list((path / "quarantine").iterdir())) == 2
+
+
+def test_a_dropped_segment_is_not_checked(path: Path) -> None:
+    with kvfs.open(path) as store:
+        core = store._shared
+        core.background.stop()
+        with store.namespace("alpha", tiny(), "1a").match(tokens_of(0, 60)) as match:
+            assert match.chunks == 60
+            number = core.c.index.read(lambda s: s.segments(), 5.0)[0][0]
+            core.services().evictor.reclaimer.drop(number)
+            report = store.verify()
+        assert report.segments == 2 and report.ok and report.index_pages == report.pages < PAGES
+
+
+def test_a_report_has_a_bounded_number_of_lines() -> None:
+    report = Verification()
+    for n in range(1001):
+        report.note(str(n))
+    assert report.problems == [str(n) for n in range(1000)]
+    assert report.ok
+    for name in ("bad_pages", "bad_segments", "index_errors", "foreign_files"):
+        damaged = Verification()
+        setattr(damaged, name, 1)
+        assert not damaged.ok
+    assert Verification(segments=1, pages=1, bytes=1, index_pages=1, repaired=1).ok
+
+
+def test_each_file_that_cannot_be_moved_aside_is_named(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    names = ["a-note", "b-note", "c-note"]
+    for name in names:
+        (path / "segments" / name).write_bytes(b"x")
+    with kvfs.open(path) as store:
+        store._shared.background.stop()
+        files = store._shared.c.files
+        rename = files.rename
+
+        def refuse(source: str, target: str, **how: int) -> None:
+            if source == "b-note":
+                raise OSError(1, "Operation not permitted")
+            rename(source, target, **how)
+
+        monkeypatch.setattr(files, "rename", refuse, raising=False)
+        report = store.verify(0.0, repair=True)
+        assert report.repaired == 2 and "segments/b-note: stays (Operation not permitted)" in report.problems
+        for name in names:
+            (path / "segments" / name).write_bytes(b"x")
+        monkeypatch.setattr("kvfs.maintenance.verify.QUARANTINE_FILES_MAX", 2)
+        report = store.verify(0.0, repair=True)
+        full = [
+            line for line in report.problems if line.endswith("stays, quarantine/ is full; remove its files by hand")
+        ]
+        assert len(full) == 3 and report.repaired == 0
