@@ -33,6 +33,12 @@ def patient_index(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("kvfs.system.worker.GRACE_SECONDS", 60.0)
 
 
+@pytest.fixture(autouse=True)
+def rooms_for_all(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The small objects of tests come into memory that is used again, as large ones do."""
+    monkeypatch.setattr("kvfs.remote.pull.ROOM_BYTES_MIN", 0)
+
+
 @pytest.fixture(scope="session")
 def ceph() -> Iterator[Ceph]:
     """A cluster that runs, with the bucket BUCKET."""
