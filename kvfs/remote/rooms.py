@@ -1,4 +1,4 @@
-"""Memory that objects come into, used again by the pulls of a process.
+"""Memory of objects, used again by the pushes and pulls of a process.
 
 Memory for objects of 16 MiB from the allocator stays with it, however much that is, or is fresh each time: to get fresh
 pages costs more than the copy into them.
@@ -11,9 +11,9 @@ import mmap
 import os
 import threading
 
-from kvfs.system.files import HUGE_BYTES
+IDLE_BYTES_MAX = 288 << 20  # that is kept for later objects: 16 of 16 MiB and their tables, as one pull has by default
 
-IDLE_BYTES_MAX = 256 << 20  # that is kept for later objects: those of one pull with the settings' default of requests
+IDLE_MAX = 256  # small ones, too, take memory of the kernel
 
 
 class Rooms:
@@ -29,29 +29,22 @@ class Rooms:
             for i in range(len(self._idle) - 1, -1, -1):  # the last one is still in the processor's caches
                 if len(self._idle[i]) >= nbytes:
                     return self._idle.pop(i)
-        size = -(-nbytes // HUGE_BYTES) * HUGE_BYTES
-        room = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-        _advise(room, "MADV_HUGEPAGE")
-        return room
+        return mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
 
     def give(self, room: mmap.mmap) -> None:
         """A room that nobody reads or writes any more."""
         with self._lock:
             self._idle.append(room)
-            while sum(map(len, self._idle)) > IDLE_BYTES_MAX:
+            while len(self._idle) > IDLE_MAX or sum(map(len, self._idle)) > IDLE_BYTES_MAX:
                 self._idle.pop(0)
 
     def rest(self) -> None:
         """For some time no room may be needed: if the kernel lacks memory, it takes what they have."""
         with self._lock:
             for room in self._idle:
-                _advise(room, "MADV_FREE")
+                with contextlib.suppress(OSError, AttributeError):  # a kernel without it
+                    room.madvise(mmap.MADV_FREE)
 
 
 ROOMS = Rooms()
 os.register_at_fork(after_in_child=lambda: ROOMS.__init__())  # type: ignore[misc]
-
-
-def _advise(room: mmap.mmap, advice: str) -> None:
-    with contextlib.suppress(OSError, AttributeError):  # a kernel without it
-        room.madvise(getattr(mmap, advice))

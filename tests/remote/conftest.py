@@ -35,8 +35,9 @@ def patient_index(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture(autouse=True)
 def rooms_for_all(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The small objects of tests come into memory that is used again, as large ones do."""
+    """The small objects and pages of tests are in memory that is used again, and in place, as large ones are."""
     monkeypatch.setattr("kvfs.remote.pull.ROOM_BYTES_MIN", 0)
+    monkeypatch.setattr("kvfs.remote.page_object.IN_PLACE_BYTES", 0)
 
 
 @pytest.fixture(scope="session")

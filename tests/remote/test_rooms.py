@@ -7,7 +7,6 @@ import pytest
 import kvfs
 from kvfs.remote import rooms
 from kvfs.remote.rooms import ROOMS, Rooms
-from kvfs.system.files import HUGE_BYTES
 from tests.stores import TINY_BYTES, restored, seeded, tiny, tokens_of
 
 CHUNKS = 100  # 4 objects
@@ -25,9 +24,9 @@ def test_a_room_that_was_given_back_is_taken_again() -> None:
 
 
 def test_no_more_than_the_bound_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(rooms, "IDLE_BYTES_MAX", 4 * HUGE_BYTES)
+    monkeypatch.setattr(rooms, "IDLE_BYTES_MAX", 4 << 20)
     mine = Rooms()
-    taken = [mine.take(1) for _ in range(6)]
+    taken = [mine.take(1 << 20) for _ in range(6)]
     for room in taken:
         mine.give(room)
     assert mine._idle == taken[2:]
