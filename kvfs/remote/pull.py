@@ -207,7 +207,7 @@ class Puller:
         begin = missing[0] if missing else end
         used: list[bytes] = []
         for wanted, came in self._ahead([_Wanted(shape, prompt.hashes[c], c) for c in missing], pool):
-            at, until = wanted.chunk, min(wanted.chunk + pages, end)
+            at, until, first = wanted.chunk, min(wanted.chunk + pages, end), came
             while agreed := self._agreed(self._pages(wanted, came), prompt, at, until):
                 if not self._store(agreed, lambda p: _head_of(prompt, p)):
                     break
@@ -219,7 +219,11 @@ class Puller:
                     break
                 # a fork, or the tail of a shorter prompt: the rest has a name of its own
                 wanted = _Wanted(shape, prompt.hashes[at], at)
+                if came is not first:
+                    _give_back(came)
                 came = self._fetch(wanted)
+            if came is not first:
+                _give_back(came)
             if at < until and not whole:
                 self._note(shape, prompt, used, at)
                 return at
@@ -342,8 +346,7 @@ class Puller:
                 one, future = coming.popleft()
                 came = future.result()
                 yield one, came
-                if came.room is not None:
-                    ROOMS.give(came.room)
+                _give_back(came)
         finally:
             for _, future in coming:
                 future.cancel()
@@ -357,11 +360,12 @@ class Puller:
     def _fetch(self, wanted: _Wanted) -> _Came:
         """In any thread: changes nothing. Verifying here uses several cores, and the caller's thread only stores."""
         shape, chunk_hash, need = wanted.shape, wanted.chunk_hash, wanted.shape.object_bytes_max
-        room = ROOMS.take(need) if need >= ROOM_BYTES_MIN else None
-        memory = memoryview(room) if room is not None else None
+        room: mmap | None = None
         try:
+            room = ROOMS.take(need) if need >= ROOM_BYTES_MIN else None
+            memory = memoryview(room) if room is not None else None
             found = self._bucket.objects.get(shape.name(chunk_hash), 0, need, memory)
-        except RemoteError as exc:
+        except (RemoteError, OSError) as exc:  # OSError: no memory
             return _Came(failed=str(exc), room=room)
         if found is None:
             return _Came(room=room)
@@ -415,6 +419,12 @@ def names_of(sparse_hashes: bytes, first: int, end: int) -> dict[int, bytes]:
     begin = first // RUN * RUN
     numbers = [*range(begin, min(begin + RUN, end)), *range(begin + RUN, end, RUN)]
     return dict(zip(numbers, ChunkHashes(sparse_hashes), strict=True))
+
+
+def _give_back(came: _Came) -> None:
+    """Its pages are stored, or of no use."""
+    if came.room is not None:
+        ROOMS.give(came.room)
 
 
 def _ordered(shapes: Sequence[Shape]) -> list[Shape]:

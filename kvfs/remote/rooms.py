@@ -12,7 +12,6 @@ import os
 import threading
 
 IDLE_BYTES_MAX = 288 << 20  # that is kept for later objects: 16 of 16 MiB and their tables, as one pull has by default
-
 IDLE_MAX = 256  # small ones, too, take memory of the kernel
 
 

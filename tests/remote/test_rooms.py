@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+
 import pytest
 
 import kvfs
@@ -47,3 +49,43 @@ def test_pulls_use_the_same_rooms(here: kvfs.Store, there: kvfs.Store, monkeypat
     assert ROOMS._idle and set(map(id, ROOMS._idle)) >= set(map(id, idle))
     for seed in (1, 2):
         assert restored(other, tokens_of(seed, CHUNKS)) == seeded(seed, CHUNKS * TINY_BYTES)
+
+
+def test_a_pull_without_memory_for_objects_ends_and_says_so(
+    here: kvfs.Store, there: kvfs.Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    here.namespace("chat", tiny(), "1a").put(tokens_of(1, CHUNKS), seeded(1, CHUNKS * TINY_BYTES))
+    assert here.push(["chat"]).objects
+    other = there.namespace("chat", tiny(), "1a")
+
+    def refuse(nbytes: int) -> None:
+        raise OSError(errno.ENOMEM, "Cannot allocate memory")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(ROOMS, "take", refuse)
+        done = there.pull(other, tokens_of(1, CHUNKS))
+    assert done.failed and not done.stored and "Cannot allocate memory" in done.problems[0]
+    assert there.pull(other, tokens_of(1, CHUNKS)).stored == CHUNKS
+
+
+def test_the_memory_of_forks_is_given_back(
+    here: kvfs.Store, there: kvfs.Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The rest of an object behind a fork has a name of its own, and is fetched by itself."""
+    ns, other = (store.namespace("chat", tiny(), "1a") for store in (here, there))
+    long, short = list(tokens_of(1, CHUNKS)), list(tokens_of(1, 20))
+    ns.put(short, seeded(1, 20 * TINY_BYTES))
+    assert here.push(["chat"]).stored == 20
+    ns.put(long, seeded(1, CHUNKS * TINY_BYTES))
+    assert here.push(["chat"]).stored == CHUNKS - 20
+    taken, take = [], ROOMS.take
+
+    def noted(nbytes: int) -> object:
+        taken.append(take(nbytes))
+        return taken[-1]
+
+    monkeypatch.setattr(ROOMS, "_idle", [])
+    monkeypatch.setattr(ROOMS, "take", noted)
+    assert there.pull(other, long).stored == CHUNKS
+    assert taken and {id(room) for room in ROOMS._idle} == {id(room) for room in taken}
+    assert restored(other, long) == seeded(1, CHUNKS * TINY_BYTES)
