@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import json
 import os
 import shutil
 import signal
@@ -56,6 +57,9 @@ memstore_device_bytes = {memory}
 plugin_dir = {lib}/ceph
 erasure_code_dir = {lib}/ceph/erasure-code
 osd_class_dir = {lib}/rados-classes
+rgw_s3_auth_use_sts = true
+rgw_sts_key = {sts_key}
+rgw_sts_min_session_duration = 1
 """
 
 
@@ -122,6 +126,14 @@ class Ceph:
         """The gateway refuses these credentials from now on."""
         self._admin("key", "rm", "--uid=kvfs", "--key-type=s3", f"--access-key={access_key}")
 
+    def add_role(self, name: str) -> str:
+        """A role that may read and write all buckets, and that the user may assume for a second or longer; its ARN."""
+        trust = _policy({"Principal": {"AWS": ["arn:aws:iam:::user/kvfs"]}, "Action": ["sts:AssumeRole"]})
+        rights = _policy({"Action": ["s3:*"], "Resource": "arn:aws:s3:::*"})
+        self._admin("role", "create", f"--role-name={name}", f"--assume-role-policy-doc={trust}")
+        self._admin("role-policy", "put", f"--role-name={name}", "--policy-name=all", f"--policy-doc={rights}")
+        return f"arn:aws:iam:::role/{name}"
+
     def make_bucket(self, name: str) -> None:
         import obstore
         from obstore.store import S3Store
@@ -145,8 +157,9 @@ class Ceph:
     def _start(self) -> None:
         folder, port = self._folder, _free_port()
         conf = _CONF.format(
-            fsid=uuid.uuid4(), local=LOCAL, mon_port=port, folder=folder, lib=self._lib, memory=MEMORY_BYTES
-        )
+            fsid=uuid.uuid4(), local=LOCAL, mon_port=port, folder=folder, lib=self._lib, memory=MEMORY_BYTES,
+            sts_key=os.urandom(8).hex(),
+        )  # fmt: skip
         (folder / "ceph.conf").write_text(conf)
         for name in ("mon", "osd"):
             (folder / name).mkdir()
@@ -219,6 +232,10 @@ class Ceph:
 
 
 _REQUEST = "import sys, urllib.request as u; u.urlopen(u.Request(sys.argv[2], method=sys.argv[1]), timeout=60)"
+
+
+def _policy(allowed: dict[str, object]) -> str:
+    return json.dumps({"Version": "2012-10-17", "Statement": [{"Effect": "Allow", **allowed}]})
 
 
 def _free_port() -> int:

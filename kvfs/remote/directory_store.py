@@ -30,7 +30,7 @@ class DirectoryStore:
             raise ConfigError(f"remote.url is file://{root}: give an absolute path, file:///mnt/shared/kvfs")
         self._root = root
 
-    def get(self, name: str, start: int, length: int) -> Fetched | None:
+    def get(self, name: str, start: int, length: int, room: memoryview | None = None) -> Fetched | None:
         path = self._path(name)
         try:
             fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
@@ -46,9 +46,9 @@ class DirectoryStore:
                 return None
             if not stat.S_ISREG(st.st_mode):
                 raise RemoteError(f"{path} is no regular file")
-            data = bytearray(max(0, min(length, st.st_size - start)))
-            view, done = memoryview(data), 0
-            while done < len(data) and (n := os.preadv(fd, [view[done:]], start + done)):
+            size, done = max(0, min(length, st.st_size - start)), 0
+            view = memoryview(bytearray(size)) if room is None else room[:size]
+            while done < size and (n := os.preadv(fd, [view[done:]], start + done)):
                 done += n
             return Fetched(view[:done], st.st_size)
         except OSError as exc:

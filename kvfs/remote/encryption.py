@@ -90,7 +90,7 @@ class EncryptedObjects:
     def __init__(self, inner: ObjectStore, keys: Keys) -> None:
         self._inner, self._keys = inner, keys
 
-    def get(self, name: str, start: int, length: int) -> Fetched | None:
+    def get(self, name: str, start: int, length: int, room: memoryview | None = None) -> Fetched | None:
         """One request, if ``start`` is in the first block; else two. As many again for each older key, if there is
         no such object."""
         if name == MARKER:
@@ -111,7 +111,7 @@ class EncryptedObjects:
             body = found.data
             if prefix is None:
                 prefix, body = Fetched(body[:PREFIX_BYTES], found.size), body[PREFIX_BYTES:]
-            plain, whole = self._opened(stored, prefix.data, body, first, begin, found.size)
+            plain, whole = self._opened(stored, prefix.data, body, first, begin, found.size, room)
             size = plain_size(found.size) if whole else begin + len(plain)
             return Fetched(plain[start - begin :][:length], size)
         return None
@@ -187,11 +187,13 @@ class EncryptedObjects:
         return out
 
     def _opened(
-        self, stored: str, prefix: memoryview, body: memoryview, number: int, begin: int, size: int
-    ) -> tuple[memoryview, bool]:
+        self, stored: str, prefix: memoryview, body: memoryview, number: int, begin: int, size: int,
+        room: memoryview | None,
+    ) -> tuple[memoryview, bool]:  # fmt: skip
         """(the plain bytes of the whole blocks of ``body``, from block ``number`` on; whether all of them verify).
 
-        ``body`` may end early, if the answer was cut short: the rest of its last block is left out then.
+        ``body`` may end early, if the answer was cut short: the rest of its last block is left out then. The bytes
+        are in ``room``, if that is large enough.
         """
         from cryptography.exceptions import InvalidTag
 
@@ -202,7 +204,9 @@ class EncryptedObjects:
         if prefix[: len(MAGIC)] != MAGIC or known is None or sealed_size(total) != size:
             return memoryview(b""), False
         cipher = known.body(bytes(prefix[-SALT_BYTES:]), stored)
-        room = memoryview(bytearray(max(0, min(len(body), total - begin))))
+        most = max(0, min(len(body), total - begin))
+        if room is None or len(room) < most:
+            room = memoryview(bytearray(most))
         done = at = 0
         while begin + done <= total:
             last = begin + done + _block_bytes(begin + done) >= total

@@ -33,8 +33,10 @@ class Listed(NamedTuple):
 class ObjectStore(Protocol):
     """A bucket, or a part of one. Thread-safe. Each call ends within a deadline of its own; all raise RemoteError."""
 
-    def get(self, name: str, start: int, length: int) -> Fetched | None:
+    def get(self, name: str, start: int, length: int, room: memoryview | None = None) -> Fetched | None:
         """Up to ``length`` (1 or more) bytes from offset ``start`` on; None if there is no such object.
+
+        ``room``: memory of ``length`` bytes or more that the answer may be put in.
 
         Fewer than asked for only at the end of the object, or if the body was cut short: compare with ``size``.
         """

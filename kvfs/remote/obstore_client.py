@@ -21,6 +21,7 @@ T = TypeVar("T")
 RETRIES = 3  # of a request that failed in a way that may pass; object_store's own default is 10 in three minutes
 CONNECT_SECONDS = 5.0  # to connect, or the time of the whole request if that is less
 BACKOFF_SECONDS, BACKOFF_SECONDS_MAX = 0.1, 2.0  # before the first retry, and at most
+CHUNK_BYTES = 256 << 10  # of an answer that are copied at once, while they are in the processor's caches
 LIST_CHUNK = 1000  # objects of one request of a listing: what S3 gives at most
 _SCHEMES = ("s3", "gs", "az", "memory")
 _DEBUG = "\n\nDebug source:"  # after it an error repeats itself as a Rust structure
@@ -72,11 +73,18 @@ class ObstoreClient:
         except (exceptions.BaseError, ValueError, TypeError) as exc:
             raise ConfigError(f"remote.url is {url!r}: {_first_line(exc)}") from None
 
-    def get(self, name: str, start: int, length: int) -> Fetched | None:
+    def get(self, name: str, start: int, length: int, room: memoryview | None = None) -> Fetched | None:
         def fetch() -> Fetched:
             got = self._api.get(self._store, name, options={"range": (start, start + length)})
             size = int(got.meta["size"])
-            return Fetched(memoryview(got.bytes())[:length], size)
+            if room is None:
+                return Fetched(memoryview(got.bytes())[:length], size)
+            done = 0
+            for chunk in got.stream(min_chunk_size=CHUNK_BYTES):
+                piece = memoryview(chunk)[: length - done]
+                room[done : done + len(piece)] = piece
+                done += len(piece)
+            return Fetched(room[:done], size)
 
         return self._call(name, fetch, missing=None)
 

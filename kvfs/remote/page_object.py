@@ -19,7 +19,9 @@ from kvfs.segments.scan import scan_segment
 from kvfs.segments.writer import Record, SegmentWriter
 from kvfs.system.descriptors import Descriptor
 from kvfs.system.files import Files
+from kvfs.system.memory_views import address_of_readonly
 
+IN_PLACE_BYTES = 64 << 10  # finding the address of less takes as long as a copy
 HEAD_BYTES = fmt.FIRST_PAYLOAD  # of an object: its header and its only record table
 
 
@@ -31,6 +33,7 @@ class MemoryFile(Files):
     """One file in a piece of memory of a fixed size, whatever the descriptor says.
 
     Of a file that is written, ``end`` is where its bytes end so far; what is behind is of no file, and becomes zeros.
+    Payloads may be there already, where they are written to.
     """
 
     def __init__(self, data: memoryview, end: int | None = None) -> None:
@@ -60,7 +63,9 @@ class MemoryFile(Files):
         done = 0
         for buffer in buffers:
             piece = memoryview(buffer).cast("B")
-            self.data[offset + done : offset + done + len(piece)] = piece
+            target = self.data[offset + done : offset + done + len(piece)]
+            if len(piece) < IN_PLACE_BYTES or address_of_readonly(piece) != address_of_readonly(target):
+                target[:] = piece
             done += len(piece)
         self.end = max(self.end, offset + done)
         return done
@@ -78,12 +83,18 @@ class MemoryFile(Files):
             self.end = offset
 
 
+def payloads_at(descriptor: bytes) -> int:
+    """Where the payloads of an object begin."""
+    return fmt.FIRST_PAYLOAD + fmt.align(len(descriptor))
+
+
 def encode(
     context: Context, shape: Shape, descriptor: bytes, records: Sequence[Record], buffer: memoryview
 ) -> memoryview:
     """The object that begins with the first of these neighbouring records, which have their leaf tables.
 
     It begins ``buffer``, which has ``shape.object_bytes_max`` bytes or more and may have held another object.
+    Payloads that are there from ``payloads_at`` on, one behind the other and aligned, are not copied.
     """
     file = MemoryFile(buffer[: shape.object_bytes_max], end=0)
     segment_id = shape.segment_id(records[0].chunk_hash)

@@ -13,6 +13,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import groupby
+from mmap import mmap
 from typing import NamedTuple, TypeAlias
 
 from kvfs.bundles.incoming import Page, PageAppender
@@ -32,6 +33,7 @@ from kvfs.remote.bucket import Bucket
 from kvfs.remote.names import Shape, at_once, folder_of
 from kvfs.remote.object_store import RemoteError
 from kvfs.remote.page_object import HEAD_BYTES, covered, decode
+from kvfs.remote.rooms import ROOMS
 from kvfs.remote.uses import Uses
 from kvfs.write.active_segments import ActiveSegments
 
@@ -39,6 +41,7 @@ SPACE_SECONDS = 30.0  # longest wait for room, per object
 FAILURES_MAX = 4  # requests that fail, after their retries, before a pull ends: the object store is away
 HEADS = 256  # objects of a namespace of which is asked at once whether they are needed
 PROBES = 8  # objects of a prompt that are asked for at once, to learn how far the bucket goes
+ROOM_BYTES_MIN = 4 << 20  # of an object that comes into a room; memory for smaller ones is no matter
 PROBLEMS_MAX = 20  # lines of a report
 
 
@@ -78,6 +81,7 @@ class _Came(NamedTuple):
     nbytes: int = 0  # of the object
     failed: str = ""  # the object store did not answer
     refused: str = ""  # it answered with something else than the whole object, or some of its pages do not verify
+    room: mmap | None = None  # where the pages are
 
 
 Tiers: TypeAlias = Callable[[PrefixMatch], list[PageRef]]
@@ -203,7 +207,7 @@ class Puller:
         begin = missing[0] if missing else end
         used: list[bytes] = []
         for wanted, came in self._ahead([_Wanted(shape, prompt.hashes[c], c) for c in missing], pool):
-            at, until = wanted.chunk, min(wanted.chunk + pages, end)
+            at, until, first = wanted.chunk, min(wanted.chunk + pages, end), came
             while agreed := self._agreed(self._pages(wanted, came), prompt, at, until):
                 if not self._store(agreed, lambda p: _head_of(prompt, p)):
                     break
@@ -215,7 +219,11 @@ class Puller:
                     break
                 # a fork, or the tail of a shorter prompt: the rest has a name of its own
                 wanted = _Wanted(shape, prompt.hashes[at], at)
+                if came is not first:
+                    _give_back(came)
                 came = self._fetch(wanted)
+            if came is not first:
+                _give_back(came)
             if at < until and not whole:
                 self._note(shape, prompt, used, at)
                 return at
@@ -336,10 +344,13 @@ class Puller:
                 if not coming:
                     return
                 one, future = coming.popleft()
-                yield one, future.result()
+                came = future.result()
+                yield one, came
+                _give_back(came)
         finally:
             for _, future in coming:
                 future.cancel()
+            ROOMS.rest()
 
     def _most(self, shapes: Sequence[Shape]) -> int:
         """How many leading objects of these shapes may be on their way or in memory: as many may wait to be stored as
@@ -348,19 +359,22 @@ class Puller:
 
     def _fetch(self, wanted: _Wanted) -> _Came:
         """In any thread: changes nothing. Verifying here uses several cores, and the caller's thread only stores."""
-        shape, chunk_hash = wanted.shape, wanted.chunk_hash
+        shape, chunk_hash, need = wanted.shape, wanted.chunk_hash, wanted.shape.object_bytes_max
+        room: mmap | None = None
         try:
-            found = self._bucket.objects.get(shape.name(chunk_hash), 0, shape.object_bytes_max)
-        except RemoteError as exc:
-            return _Came(failed=str(exc))
+            room = ROOMS.take(need) if need >= ROOM_BYTES_MIN else None
+            memory = memoryview(room) if room is not None else None
+            found = self._bucket.objects.get(shape.name(chunk_hash), 0, need, memory)
+        except (RemoteError, OSError) as exc:  # OSError: no memory
+            return _Came(failed=str(exc), room=room)
         if found is None:
-            return _Came()
+            return _Came(room=room)
         if len(found.data) != found.size:
-            return _Came(refused=f"{len(found.data)} of {found.size} bytes came")
+            return _Came(refused=f"{len(found.data)} of {found.size} bytes came", room=room)
         pages = decode(found.data, shape, chunk_hash, page_limit(self._c.settings))
         entries = covered(found.data[:HEAD_BYTES], shape, chunk_hash)
         whole = entries is not None and len(pages) == len(entries)
-        return _Came(pages, found.size, refused="" if whole else "does not verify")
+        return _Came(pages, found.size, refused="" if whole else "does not verify", room=room)
 
     def _pages(self, wanted: _Wanted, came: _Came) -> Sequence[Page]:
         """The verified pages of an object; counts it."""
@@ -405,6 +419,12 @@ def names_of(sparse_hashes: bytes, first: int, end: int) -> dict[int, bytes]:
     begin = first // RUN * RUN
     numbers = [*range(begin, min(begin + RUN, end)), *range(begin + RUN, end, RUN)]
     return dict(zip(numbers, ChunkHashes(sparse_hashes), strict=True))
+
+
+def _give_back(came: _Came) -> None:
+    """Its pages are stored, or of no use."""
+    if came.room is not None:
+        ROOMS.give(came.room)
 
 
 def _ordered(shapes: Sequence[Shape]) -> list[Shape]:

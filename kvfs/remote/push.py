@@ -12,6 +12,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass, field
 from itertools import groupby
+from mmap import mmap
 from typing import NamedTuple
 
 from kvfs.bundles.exporter import verified_record
@@ -28,7 +29,8 @@ from kvfs.pages.identity import Described
 from kvfs.remote.bucket import Bucket
 from kvfs.remote.names import MEMORY_BYTES, Shape
 from kvfs.remote.object_store import RemoteError
-from kvfs.remote.page_object import HEAD_BYTES, covered, encode
+from kvfs.remote.page_object import HEAD_BYTES, covered, encode, payloads_at
+from kvfs.remote.rooms import ROOMS
 from kvfs.segments.writer import Record
 from kvfs.write.encode import encode_records
 
@@ -78,7 +80,7 @@ class _Put(NamedTuple):
     """An object that is sent, and the memory that it is in."""
 
     piece: Piece
-    buffer: bytearray
+    buffer: mmap
     nbytes: int
 
 
@@ -96,9 +98,8 @@ class Pusher:
         self._codec = CODECS[context.settings.remote.codec]
         self._failures = 0
         self._raced: set[str] = set()  # names that were taken between the question and the upload
-        self._idle: list[bytearray] = []  # memory of objects that were sent; fresh memory costs more than the rest
         self._announced: dict[str, Future[None]] = {}  # by name
-        self._payloads = bytearray()  # of the object that is made
+        self._payloads = bytearray()  # of the object that is made, if they are encoded on their way into it
         self.done = Pushed()
         self.unsent: list[Source] = []  # what the object store did not take, and what may be among it
         self.found: list[Piece] = []  # what was there: each is the beginning of the object of its name
@@ -141,6 +142,7 @@ class Pusher:
                     self._ask(rest, asked, pool)
             finally:
                 pool.shutdown(wait=True, cancel_futures=True)
+                ROOMS.rest()
         pending = [*(put.piece for put in puts.values()), *(piece for piece, _ in asked), *rest]
         self.unsent += [source for piece in pending for source in piece.sources]
         self.done.failed = self.done.pages - self._pages_done
@@ -153,22 +155,16 @@ class Pusher:
             piece = rest.popleft()
             asked.append((piece, pool.submit(self._there, piece)))
 
-    def _memory(self, shape: Shape, puts: Collection[_Put]) -> bytearray | None:
+    def _memory(self, shape: Shape, puts: Collection[_Put]) -> mmap | None:
         """Memory for an object; None while those that are sent take all there is, or if no other one is begun."""
         need = shape.object_bytes_max
-        fitting = min((b for b in self._idle if len(b) >= need), key=len, default=None)
         used = sum(len(put.buffer) for put in puts)
-        size = need if fitting is None else len(fitting)
-        if self._is_away or (puts and (len(puts) >= self._requests or used + size > MEMORY_BYTES)):
+        if self._is_away or (puts and (len(puts) >= self._requests or used + need > MEMORY_BYTES)):
             return None
-        if fitting is None:
-            self._idle.clear()  # too small
-            return bytearray(need)
-        self._idle.remove(fitting)
-        return fitting
+        return ROOMS.take(need)
 
     def _begin(
-        self, piece: Piece, answer: Future[int], buffer: bytearray, descriptors: dict[bytes, bytes], records: Records,
+        self, piece: Piece, answer: Future[int], buffer: mmap, descriptors: dict[bytes, bytes], records: Records,
         pool: ThreadPoolExecutor, puts: dict[Future[bool], _Put],
     ) -> list[Piece]:  # fmt: skip
         """Send a piece, unless it is there; what is left of it under other names. ``puts``: gains what is sent."""
@@ -191,7 +187,7 @@ class Pusher:
                 self.done.nbytes += len(data)
                 puts[pool.submit(self._put, mine, said, data, there < 0)] = _Put(mine, buffer, len(data))
                 return left
-        self._idle.append(buffer)
+        ROOMS.give(buffer)
         return left
 
     def _announcing(self, shape: Shape, descriptor: bytes, pool: ThreadPoolExecutor) -> list[Future[None]]:
@@ -209,7 +205,7 @@ class Pusher:
         """Wait until an object is sent, and count those that are. ``rest``: gains what has to be asked again."""
         for future in wait(puts, return_when=FIRST_COMPLETED).done:
             piece, buffer, nbytes = puts.pop(future)
-            self._idle.append(buffer)
+            ROOMS.give(buffer)
             stored = self._result(future)
             if stored:
                 self.done.stored += len(piece.sources)
@@ -257,10 +253,16 @@ class Pusher:
         self, piece: Piece, descriptor: bytes | None, records: Records, buffer: memoryview
     ) -> tuple[memoryview, int, tuple[Source, ...]]:
         """(an object of the leading pages that verify and have no lifetime, how many, the sources behind the gap)."""
+        if descriptor is None:
+            self.done.left_out += len(piece.sources)
+            return memoryview(b""), 0, ()
         good: list[Record] = []
-        if len(self._payloads) < piece.shape.object_bytes_max:
-            self._payloads = bytearray(piece.shape.object_bytes_max)
-        room = memoryview(self._payloads)
+        if self._codec == CODEC_RAW:
+            room = buffer[payloads_at(descriptor) :]  # where they stay
+        else:
+            if len(self._payloads) < piece.shape.object_bytes_max:
+                self._payloads = bytearray(piece.shape.object_bytes_max)
+            room = memoryview(self._payloads)
         for source in piece.sources:
             record = verified_record(records, source.segment_id, source.seq, piece.shape.group, room)
             if record is None or record.expires or record.chunk_hash != source.chunk_hash:
@@ -269,8 +271,7 @@ class Pusher:
             room = room[align(len(record.payload)) :]
             good.append(record._replace(run_hash=piece.head or record.chunk_hash))
         rest = piece.sources[len(good) + 1 :]
-        if not good or descriptor is None:
-            self.done.left_out += len(good)
+        if not good:
             return memoryview(b""), 0, rest
         return encode(self._c, piece.shape, descriptor, self._shrunk(piece, good), buffer), len(good), rest
 

@@ -41,6 +41,18 @@ class ObjectStoreContract(ABC):
                 assert found is not None and found.size == 100_000
                 assert bytes(found.data) == data[start : start + length]
 
+    def test_an_answer_may_come_into_the_callers_memory(self, memory_path: Path) -> None:
+        data = random.Random(2).randbytes(1_000_000)
+        with self.store(memory_path) as store:
+            store.put_new("a/b", data)
+            for start, length in ((0, 2_000_000), (0, 300_000), (400_000, 600_000), (999_999, 5)):
+                room = bytearray(length + 10)
+                found = store.get("a/b", start, length, memoryview(room))
+                assert found is not None and found.size == 1_000_000
+                assert bytes(found.data) == data[start : start + length]
+                assert room[length:] == bytes(10), "nothing behind what was asked for"
+            assert store.get("nothing", 0, 10, memoryview(bytearray(10))) is None
+
     def test_a_range_ends_with_the_object(self, memory_path: Path) -> None:
         with self.store(memory_path) as store:
             store.put_new("a", b"12345")

@@ -33,6 +33,13 @@ def patient_index(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("kvfs.system.worker.GRACE_SECONDS", 60.0)
 
 
+@pytest.fixture(autouse=True)
+def rooms_for_all(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The small objects and pages of tests are in memory that is used again, and in place, as large ones are."""
+    monkeypatch.setattr("kvfs.remote.pull.ROOM_BYTES_MIN", 0)
+    monkeypatch.setattr("kvfs.remote.page_object.IN_PLACE_BYTES", 0)
+
+
 @pytest.fixture(scope="session")
 def ceph() -> Iterator[Ceph]:
     """A cluster that runs, with the bucket BUCKET."""

@@ -50,12 +50,12 @@ def write(path: Path, key: str, profile: str = "default") -> None:
     new.replace(path)
 
 
-def expire_at(s3: S3Server, number: int) -> None:
-    """The credentials end with the ``number``-th upload of pages from now on."""
+def expire_at(s3: S3Server, number: int, call: str = "PUT") -> None:
+    """The credentials end with the ``number``-th upload (GET: request) of pages from now on."""
     seen: list[str] = []
 
     def fault(method: str, key: str, _: int) -> None:
-        if method == "PUT" and "/pages/" in key:
+        if method == call and "/pages/" in key:
             seen.append(key)
             if len(seen) == number:
                 s3.accepted = "second"
@@ -81,6 +81,26 @@ def test_a_push_whose_credentials_expire_is_complete_once_they_are_renewed(
         assert not done.failed and done.stored + done.present == PROMPTS * CHUNKS
         for seed in range(PROMPTS):
             there.pull(other, tokens_of(seed, CHUNKS))
+            assert restored(other, tokens_of(seed, CHUNKS)) == seeded(seed, CHUNKS * TINY_BYTES)
+
+
+def test_a_pull_whose_credentials_expire_is_complete_once_they_are_renewed(
+    s3: S3Server, credentials: Path, tmp_path: Path
+) -> None:
+    with store_at(tmp_path / "here", "s3://bucket/p") as here, store_at(tmp_path / "there", "s3://bucket/p") as there:
+        ns, other = (store.namespace("chat", tiny(), "1a") for store in (here, there))
+        for seed in range(PROMPTS):
+            ns.put(tokens_of(seed, CHUNKS), seeded(seed, CHUNKS * TINY_BYTES))
+        assert not here.push(["chat"]).failed
+        expire_at(s3, 5, "GET")
+        done = there.pull("chat")
+        assert done.failed and done.stored < PROMPTS * CHUNKS
+        assert "the credentials have expired" in done.problems[0]
+        assert there._shared.kept_bucket()._bucket is None, "its client may use the old ones for a moment"
+        write(credentials, "second")
+        again = there.pull("chat")
+        assert not again.failed and done.stored + again.stored == PROMPTS * CHUNKS
+        for seed in range(PROMPTS):
             assert restored(other, tokens_of(seed, CHUNKS)) == seeded(seed, CHUNKS * TINY_BYTES)
 
 

@@ -30,11 +30,11 @@ class FaultyObjects:
     def __init__(self, inner: ObjectStore, fault: Callable[[str, str], str]) -> None:
         self._inner, self._fault = inner, fault
 
-    def get(self, name: str, start: int, length: int) -> Fetched | None:
+    def get(self, name: str, start: int, length: int, room: memoryview | None = None) -> Fetched | None:
         fault = self._fault("get", name)
         if fault == "fail":
             raise RemoteError("503 SlowDown")
-        found = self._inner.get(name, start, length)
+        found = self._inner.get(name, start, length, room)
         if found is None or fault == "gone":
             return None
         data = bytearray(found.data)

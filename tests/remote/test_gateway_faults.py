@@ -11,6 +11,7 @@ import random
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -262,6 +263,7 @@ def test_uploads_whose_credentials_end_complete_once_the_file_is_renewed(
         assert done.failed and "credentials" in done.problems[0]
         assert stored_tokens(filled) == PAGES, "the local pages"
         file.write_text(text.format(lasting["AWS_ACCESS_KEY_ID"], lasting["AWS_SECRET_ACCESS_KEY"]))
+        time.sleep(0.2)  # the client asks for credentials ten times a second at most
         for _ in range(4):
             assert not uploader.run(bucket, "all", lambda nbytes: None).done.failed
     uploader.close()

@@ -15,11 +15,12 @@ from kvfs.directory import config_file
 from kvfs.remote.bucket import Bucket
 from kvfs.remote.names import MARKER
 from kvfs.remote.object_store import ObjectStore
-from kvfs.remote.page_object import encode
+from kvfs.remote.page_object import decode, encode
 from kvfs.remote.pull import Puller
 from kvfs.remote.push import Piece, Pusher
 from kvfs.remote.urls import open_bucket
 from kvfs.system.files import Files
+from kvfs.system.memory_views import address_of
 from tests.remote.conftest import store_at
 from tests.stores import TINY_BYTES, counters, restored, seeded, tiny, tokens_of
 
@@ -457,11 +458,31 @@ def test_an_object_has_no_bytes_of_the_one_that_used_its_buffer_before(
     compared = []
 
     def encode_twice(context: Any, shape: Any, descriptor: bytes, records: Any, buffer: memoryview) -> memoryview:
-        fresh = encode(context, shape, descriptor, records, memoryview(bytearray(len(buffer))))
+        copies = [record._replace(payload=bytes(record.payload)) for record in records]
+        fresh = encode(context, shape, descriptor, copies, memoryview(bytearray(len(buffer))))
         buffer[:] = b"\xaa" * len(buffer)
+        for record, copy in zip(records, copies, strict=True):  # they are in the buffer, too
+            record.payload[:] = copy.payload
         compared.append(bytes(encode(context, shape, descriptor, records, buffer)) == bytes(fresh))
         return fresh
 
     monkeypatch.setattr("kvfs.remote.push.encode", encode_twice)
     here.push(["chat"])
     assert compared == [True] * 4
+
+
+def test_raw_pages_are_read_to_where_they_are_in_the_object(here: kvfs.Store, monkeypatch: pytest.MonkeyPatch) -> None:
+    here.namespace("chat", tiny(), "1a").put(tokens_of(1, 100), seeded(1, 100 * TINY_BYTES))
+    offsets = []
+
+    def encode_and_look(context: Any, shape: Any, descriptor: bytes, records: Any, buffer: memoryview) -> memoryview:
+        begin = address_of(buffer)
+        offsets.append([address_of(record.payload) - begin for record in records])
+        made = encode(context, shape, descriptor, records, buffer)
+        pages = decode(made, shape, records[0].chunk_hash)
+        assert [page.entry.payload for page in pages] == offsets[-1]
+        return made
+
+    monkeypatch.setattr("kvfs.remote.push.encode", encode_and_look)
+    here.push(["chat"])
+    assert len(offsets) == 4

@@ -37,6 +37,7 @@ from tools.ceph import Ceph
 
 PAGE = 2 * MIB  # 16 tokens of a model of 8B with grouped heads: 8 pages make an object of 16 MiB
 BUCKET = "kvfs-two-hosts"
+CAPACITY = 128 << 30  # of a store, which sets the size of its segments: 256 MiB, as hosts have it
 Order = tuple[str, str]  # name of a method of Host, URL
 
 
@@ -68,7 +69,6 @@ class Host:
     ) -> None:
         self._namespace, self._folder, self._environment = namespace, folder, environment
         self._case, self._requests, self._key_file = case, requests, key_file
-        self._capacity = 4 * case.size_bytes + (64 << 20)
         self._round = itertools.count()
 
     def __enter__(self) -> Host:
@@ -89,7 +89,7 @@ class Host:
 
     @contextlib.contextmanager
     def _store(self, url: str, name: str) -> Iterator[kvfs.Store]:
-        with store_at(self._folder / name, url, self._capacity, self._requests, self._key_file) as store:
+        with store_at(self._folder / name, url, CAPACITY, self._requests, self._key_file) as store:
             yield store
 
     def fill(self, url: str) -> None:
