@@ -364,7 +364,7 @@ class FileNode(NamedNode):
         if self.cached and not draft.error and not draft.dirty:
             self.copy = draft.file  # for readers that opened it meanwhile
         else:
-            self.tree.spool.release(draft.file)
+            self.tree.spool.release_draft(draft.file)
 
     def _remove_name(self) -> None:
         if self.spot is not None:

@@ -107,10 +107,12 @@ class Names:
 
     def write(self, fd: int, manifest: Manifest) -> None:
         """Replace the manifest in a file. OSError; then the old one is still there if the disk was full."""
-        data = manifest.pack()
-        self._clock.fallocate(fd, 0, len(data), keep_size=True)
+        data, before = manifest.pack(), os.fstat(fd).st_size
+        if before:  # there is a manifest to keep; blocks of a new one are cheaper when the kernel writes it back
+            self._clock.fallocate(fd, 0, len(data), keep_size=True)
         self._clock.write_all(fd, [data], 0)
-        os.ftruncate(fd, len(data))
+        if before > len(data):
+            os.ftruncate(fd, len(data))
         if self.durable:
             os.fsync(fd)
 
