@@ -268,7 +268,7 @@ def test_what_was_found_in_several_lookups_is_found_again_as_a_whole(mounted: Mo
     mounted.kernel.save("files/a", data)
     found: list[object] = []
     find = mounted.chunks.find
-    mounted.chunks.find = lambda manifest, **how: found.append(manifest) or find(manifest, **how)  # type: ignore
+    mounted.chunks.find = lambda manifest, **how: found.append(manifest) or find(manifest, **how)  # type: ignore[func-returns-value, method-assign]
     mounted.kernel.save("files/b", data)
     assert len(found) == 1
     assert mounted.kernel.load("files/b") == data
