@@ -19,7 +19,7 @@ from kvfs.lookup.prefix_match import PrefixMatch
 from kvfs.mount import cells
 from kvfs.mount.manifest import FILE_BYTES_MAX, PAGE_BYTES, Manifest, Piece
 from kvfs.mount.spool import Spool, SpoolFile
-from kvfs.namespace import Namespace
+from kvfs.namespace import CopyPlan, Namespace
 from kvfs.pages.layout import PageLayout
 from kvfs.store import Store
 from kvfs.system.files import Files
@@ -30,8 +30,9 @@ BATCH_PAGES = 128  # of one put: 8 MiB
 BATCH_BYTES = BATCH_PAGES * PAGE_BYTES
 LOAD_PAGES = 256  # of one lookup, and of one copy or get: 16 MiB
 LOAD_BYTES = LOAD_PAGES * PAGE_BYTES
+FIRST_PAGES = 32  # of the first batch of a file: each one has twice the pages of the one before
 LOADERS = 2  # batches that are copied at once, of all files; each reads with several threads
-LOADED_AHEAD = LOADERS + 1  # batches of one file that are looked up and not copied yet
+LOADED_AHEAD = 6  # batches of one file that are looked up and not copied yet: the first ones are small
 SAVE_TRIES = 2  # a page that was there may be evicted while the rest is stored
 SAVE_SECONDS = 30.0  # longest wait for an index that does not answer, or for pages that another process is writing
 FIND_SECONDS = 5.0  # longest wait for an answer whether pages are there: of a busy machine, or during a rebuild
@@ -157,21 +158,21 @@ class Chunks:
                 self._load_all([_Batch(file, spots, *run) for run in _runs(manifest)])
             else:
                 for run in _runs(manifest):
-                    self._load_batch(_Batch(file, spots, *run), self._match(run[1], run[2]))
+                    self._load_batch(_Batch(file, spots, *run), *self._planned(run[1], run[2]))
         except BaseException:
             self._spool.release(file)
             raise
         return file
 
     def _load_all(self, batches: Sequence[_Batch]) -> None:
-        """Look up one batch after the other, while threads copy those before it: so the disk has no pauses."""
+        """Look up and plan one batch after the other, while threads copy those before it: so the disk has no pauses."""
         waiting: list[tuple[Future[None], PrefixMatch]] = []
         try:
             for number, batch in enumerate(batches):
                 if number >= LOADED_AHEAD:
                     waiting[number - LOADED_AHEAD][0].result()
-                match = self._match(batch.size, batch.keys)
-                waiting.append((self._loaders.submit(self._load_batch, batch, match), match))
+                match, plan = self._planned(batch.size, batch.keys)
+                waiting.append((self._loaders.submit(self._load_batch, batch, match, plan), match))
             for future, _ in waiting:
                 future.result()
         finally:
@@ -180,12 +181,14 @@ class Chunks:
                     match.close()
             wait([future for future, _ in waiting])  # none may write to the file after it is released
 
-    def _load_batch(self, batch: _Batch, found: PrefixMatch) -> None:
+    def _load_batch(self, batch: _Batch, found: PrefixMatch, plan: CopyPlan) -> None:
         """Copy the pages of a match, which it closes, into the file."""
         file, size, keys = batch.file, batch.size, batch.keys
         parts = list(batch.spots.cut(batch.at, min(len(keys) * size, file.size - batch.at)))
         with found as match:
-            if self._space(size).copy(match, file.fd, [(begin, end - begin, to) for to, begin, end in parts]):
+            if self._space(size).copy(
+                match, file.fd, [(begin, end - begin, to) for to, begin, end in parts], plan=plan
+            ):
                 return
             buffer = self._buffer()
             loaded = self._space(size).get(match, buffer)
@@ -216,6 +219,14 @@ class Chunks:
                 return None
         return frozenset(segments)
 
+    def _planned(self, size: int, keys: Sequence[bytes]) -> tuple[PrefixMatch, CopyPlan]:
+        match = self._match(size, keys)
+        try:
+            return match, self._space(size).plan_copy(match)
+        except BaseException:
+            match.close()
+            raise
+
     def _match(self, size: int, keys: Sequence[bytes]) -> PrefixMatch:
         """The match of all ``keys``. ContentGoneError if one is not there; OSError EIO if the store does not tell.
 
@@ -240,10 +251,15 @@ class Chunks:
 
 
 def _runs(manifest: Manifest) -> Iterator[tuple[int, int, tuple[bytes, ...]]]:
-    """(place in the stream, size of a page, keys) of each batch, in stream order."""
-    whole = manifest.whole_pages
-    for first in range(0, whole, LOAD_PAGES):
-        yield first * PAGE_BYTES, PAGE_BYTES, manifest.keys[first : min(whole, first + LOAD_PAGES)]
+    """(place in the stream, size of a page, keys) of each batch, in stream order.
+
+    The first ones are smaller: the disk waits while they are looked up.
+    """
+    whole, first, count = manifest.whole_pages, 0, FIRST_PAGES
+    while first < whole:
+        end = min(whole, first + min(count, LOAD_PAGES))
+        yield first * PAGE_BYTES, PAGE_BYTES, manifest.keys[first:end]
+        first, count = end, 2 * count
     if manifest.last_page:
         yield whole * PAGE_BYTES, manifest.last_page, manifest.keys[whole:]
 

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import errno
 import os
 import threading
 import tracemalloc
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,9 +19,9 @@ import kvfs
 from kvfs.errors import IndexUnavailableError
 from kvfs.format import segment as fmt
 from kvfs.lookup.prefix_match import PrefixMatch
-from kvfs.mount import cells, spool
+from kvfs.mount import cells, chunks, spool
 from kvfs.mount.chunks import FIND_SECONDS, LOAD_BYTES, LOADED_AHEAD, SAVE_SECONDS, Chunks
-from kvfs.mount.manifest import PAGE_BYTES, Piece
+from kvfs.mount.manifest import PAGE_BYTES, Manifest, Piece
 from kvfs.mount.spool import Spool
 from kvfs.namespace import Namespace
 from kvfs.native import library
@@ -32,11 +34,11 @@ Hang = Callable[[int], None]
 
 
 def test_a_batch_is_loaded_where_reads_past_the_page_cache_may_go(store: kvfs.Store, tmp_path: Path) -> None:
-    chunks = Chunks(store, Spool(str(tmp_path), 1 << 20))
-    buffer = chunks._buffer()
+    made = Chunks(store, Spool(str(tmp_path), 1 << 20))
+    buffer = made._buffer()
     assert len(buffer) == LOAD_BYTES
     assert address_of(buffer) % fmt.BLOCK == 0
-    chunks.close()
+    made.close()
 
 
 @pytest.fixture
@@ -201,8 +203,8 @@ def test_batches_are_looked_up_while_others_are_copied_but_not_all_of_them(
     data = seeded(4, 12 * PAGE_BYTES + 1)
     mounted.kernel.save("files/a", data)
     matches.clear()
-    may_copy, copy = threading.Event(), Namespace.copy
-    monkeypatch.setattr(Namespace, "copy", lambda *args: may_copy.wait(60) and copy(*args))
+    may_copy, original = threading.Event(), Namespace.copy
+    monkeypatch.setattr(Namespace, "copy", lambda *args, **how: may_copy.wait(60) and original(*args, **how))
     found = list[bytes]()
     reader = threading.Thread(target=lambda: found.append(mounted.kernel.load("files/a")))
     reader.start()
@@ -213,6 +215,45 @@ def test_batches_are_looked_up_while_others_are_copied_but_not_all_of_them(
     assert found == [data] and len(matches) == 13
 
 
+def test_the_first_batches_are_small_so_that_the_disk_begins_early() -> None:
+    keys = tuple(n.to_bytes(32, "little") for n in range(1000))
+    manifest = Manifest(0, (), keys, 1, 4096)
+    runs = list(chunks._runs(manifest))
+    assert [len(found) for _, _, found in runs] == [32, 64, 128, 256, 256, 256, 7, 1]
+    assert sum((found for _, _, found in runs), ()) == keys
+    assert [at for at, _, _ in runs] == [PAGE_BYTES * n for n in (0, 32, 96, 224, 480, 736, 992, 999)]
+
+
+def test_copies_are_planned_ahead_of_the_threads_that_wait_for_the_disk(
+    mounted: Mounted, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    data, threads, plan_copy = seeded(6, LOAD_BYTES + 1), set[str](), Namespace.plan_copy
+    mounted.kernel.save("files/a", data)
+
+    def noted(*args: Any) -> Any:
+        threads.add(threading.current_thread().name)
+        return plan_copy(*args)
+
+    monkeypatch.setattr(Namespace, "plan_copy", noted)
+    assert mounted.kernel.load("files/a") == data
+    assert threads == {threading.current_thread().name}
+
+
+def test_a_plan_is_of_no_use_for_segments_that_were_opened_again(mounted: Mounted) -> None:
+    mounted.kernel.save("files/a", seeded(7, 4 * PAGE_BYTES))
+    space, node = mounted.chunks._space(PAGE_BYTES), mounted.table.lookup(2, b"a").node
+    keys = mounted.table._nodes[node].content().keys  # type: ignore[attr-defined]
+    with space.match_keys(keys) as match, space.match_keys(keys) as other:
+        plan = space.plan_copy(match)
+        jobs = [replace(job, held=copy.copy(job.held)) for job in plan.jobs]
+        file = mounted.spool.create(4 * PAGE_BYTES)
+        spots = [(0, 4 * PAGE_BYTES, 0)]
+        assert not space.copy(match, file.fd, spots, plan=plan._replace(jobs=jobs))
+        assert space.copy(match, file.fd, spots, plan=plan) == (library.loaded() is not None)
+        assert space.copy(other, file.fd, spots) == (library.loaded() is not None)
+        mounted.spool.release(file)
+
+
 @pytest.mark.usefixtures("batches_of_one_page")
 def test_a_load_that_fails_leaves_no_segment_held(
     mounted: Mounted, matches: list[PrefixMatch], monkeypatch: pytest.MonkeyPatch
@@ -220,7 +261,7 @@ def test_a_load_that_fails_leaves_no_segment_held(
     mounted.kernel.save("files/a", seeded(5, 12 * PAGE_BYTES + 1))
     matches.clear()
 
-    def fail(*args: Any) -> bool:
+    def fail(*args: Any, **how: Any) -> bool:
         raise OSError(errno.EIO, "the disk")
 
     monkeypatch.setattr(Namespace, "copy", fail)
