@@ -37,6 +37,7 @@ SAVE_TRIES = 2  # a page that was there may be evicted while the rest is stored
 SAVE_SECONDS = 30.0  # longest wait for an index that does not answer, or for pages that another process is writing
 FIND_SECONDS = 5.0  # longest wait for an answer whether pages are there: of a busy machine, or during a rebuild
 POLL_SECONDS = 0.05
+YIELD_SECONDS = 50e-6  # between plans: a thread that copies waits up to 5 ms for an interpreter that nobody gives up
 _PAGE_TOKENS = 16  # opaque pages have no tokens; the smallest number that a layout may have
 
 #: What a decline means to a program that writes a file.
@@ -173,6 +174,7 @@ class Chunks:
                     waiting[number - LOADED_AHEAD][0].result()
                 match, plan = self._planned(batch.size, batch.keys)
                 waiting.append((self._loaders.submit(self._load_batch, batch, match, plan), match))
+                self._clock.sleep(YIELD_SECONDS)
             for future, _ in waiting:
                 future.result()
         finally:

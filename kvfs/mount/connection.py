@@ -284,6 +284,7 @@ class Connection:
         return b""  # names are as durable as the store's sync level makes them
 
     def _opendir(self, request: Request) -> Reply:
+        self._operations.getattr(request.node, None)  # ESTALE here, and the kernel looks up again: not so in a read
         with self._lock:
             handle, self._next = self._next, self._next + 1
             self._directories[handle] = []  # filled by the first read

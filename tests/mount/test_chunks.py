@@ -239,6 +239,16 @@ def test_copies_are_planned_ahead_of_the_threads_that_wait_for_the_disk(
     assert threads == {threading.current_thread().name}
 
 
+@pytest.mark.usefixtures("batches_of_one_page")
+def test_the_interpreter_is_given_up_after_each_plan(mounted: Mounted, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Or a thread that copies waits for it until 5 ms are over."""
+    slept: list[float] = []
+    mounted.kernel.save("files/a", seeded(8, 5 * PAGE_BYTES))
+    monkeypatch.setattr(mounted.chunks._clock, "sleep", slept.append)
+    mounted.kernel.load("files/a")
+    assert slept == [chunks.YIELD_SECONDS] * 5
+
+
 def test_a_plan_is_of_no_use_for_segments_that_were_opened_again(mounted: Mounted) -> None:
     mounted.kernel.save("files/a", seeded(7, 4 * PAGE_BYTES))
     space, node = mounted.chunks._space(PAGE_BYTES), mounted.table.lookup(2, b"a").node

@@ -95,6 +95,14 @@ def test_a_listing_shows_what_is_written_after_the_directory_was_opened(mounted:
     assert wire.ATTR.unpack_from(body, 40)[1] == 2
 
 
+def test_a_directory_that_was_replaced_is_looked_up_again_when_it_is_opened(mounted: Mounted, ask: Ask) -> None:
+    mounted.kernel.mkdir("files/folder")
+    folder = mounted.table.lookup(mounted.table.lookup(ROOT_ID, b"files").node, b"folder").node
+    os.rename("folder", "other", src_dir_fd=mounted.names.root, dst_dir_fd=mounted.names.root)
+    os.mkdir("folder", dir_fd=mounted.names.root)
+    assert ask(Op.OPENDIR, folder, bytes(8))[0] == errno.ESTALE
+
+
 def test_a_listing_costs_nothing_for_what_is_made_when_it_is_asked_for(
     mounted: Mounted, ask: Ask, monkeypatch: pytest.MonkeyPatch
 ) -> None:
