@@ -30,9 +30,8 @@ BATCH_PAGES = 128  # of one put: 8 MiB
 BATCH_BYTES = BATCH_PAGES * PAGE_BYTES
 LOAD_PAGES = 256  # of one lookup, and of one copy or get: 16 MiB
 LOAD_BYTES = LOAD_PAGES * PAGE_BYTES
-FIRST_PAGES = 32  # of the first batch of a file: each one has twice the pages of the one before
 LOADERS = 2  # batches that are copied at once, of all files; each reads with several threads
-LOADED_AHEAD = 6  # batches of one file that are looked up and not copied yet: the first ones are small
+LOADED_AHEAD = LOADERS + 1  # batches of one file that are looked up and planned, and not copied yet
 SAVE_TRIES = 2  # a page that was there may be evicted while the rest is stored
 SAVE_SECONDS = 30.0  # longest wait for an index that does not answer, or for pages that another process is writing
 FIND_SECONDS = 5.0  # longest wait for an answer whether pages are there: of a busy machine, or during a rebuild
@@ -253,15 +252,10 @@ class Chunks:
 
 
 def _runs(manifest: Manifest) -> Iterator[tuple[int, int, tuple[bytes, ...]]]:
-    """(place in the stream, size of a page, keys) of each batch, in stream order.
-
-    The first ones are smaller: the disk waits while they are looked up.
-    """
-    whole, first, count = manifest.whole_pages, 0, FIRST_PAGES
-    while first < whole:
-        end = min(whole, first + min(count, LOAD_PAGES))
-        yield first * PAGE_BYTES, PAGE_BYTES, manifest.keys[first:end]
-        first, count = end, 2 * count
+    """(place in the stream, size of a page, keys) of each batch, in stream order."""
+    whole = manifest.whole_pages
+    for first in range(0, whole, LOAD_PAGES):
+        yield first * PAGE_BYTES, PAGE_BYTES, manifest.keys[first : min(whole, first + LOAD_PAGES)]
     if manifest.last_page:
         yield whole * PAGE_BYTES, manifest.last_page, manifest.keys[whole:]
 

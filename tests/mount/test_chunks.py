@@ -21,7 +21,7 @@ from kvfs.format import segment as fmt
 from kvfs.lookup.prefix_match import PrefixMatch
 from kvfs.mount import cells, chunks, spool
 from kvfs.mount.chunks import FIND_SECONDS, LOAD_BYTES, LOADED_AHEAD, SAVE_SECONDS, Chunks
-from kvfs.mount.manifest import PAGE_BYTES, Manifest, Piece
+from kvfs.mount.manifest import PAGE_BYTES, Piece
 from kvfs.mount.spool import Spool
 from kvfs.namespace import Namespace
 from kvfs.native import library
@@ -213,15 +213,6 @@ def test_batches_are_looked_up_while_others_are_copied_but_not_all_of_them(
     may_copy.set()
     reader.join()
     assert found == [data] and len(matches) == 13
-
-
-def test_the_first_batches_are_small_so_that_the_disk_begins_early() -> None:
-    keys = tuple(n.to_bytes(32, "little") for n in range(1000))
-    manifest = Manifest(0, (), keys, 1, 4096)
-    runs = list(chunks._runs(manifest))
-    assert [len(found) for _, _, found in runs] == [32, 64, 128, 256, 256, 256, 7, 1]
-    assert sum((found for _, _, found in runs), ()) == keys
-    assert [at for at, _, _ in runs] == [PAGE_BYTES * n for n in (0, 32, 96, 224, 480, 736, 992, 999)]
 
 
 def test_copies_are_planned_ahead_of_the_threads_that_wait_for_the_disk(
