@@ -21,7 +21,6 @@ from kvfs.pages.chunk_hash import ChunkHashes
 from kvfs.pages.chunk_set import members, span
 from kvfs.pages.identity import Identity, label, salt_digest
 from kvfs.pages.layout import Group, PageLayout, Part
-from kvfs.read.plan import ReadJob
 from kvfs.read.reader import Reader
 from kvfs.system.memory_views import PageBuffers, byte_view
 from kvfs.types import ExtraKeys, PagesLike, PutResult, Tier, TokensLike
@@ -56,12 +55,6 @@ class _Put(NamedTuple):
     start: int
     data: memoryview | PageBuffers
     pages: int
-
-
-class CopyPlan(NamedTuple):
-    """What ``Namespace.plan_copy`` found, for ``Namespace.copy``."""
-
-    jobs: Sequence[ReadJob]
 
 
 class Namespace:
@@ -189,25 +182,18 @@ class Namespace:
         """
         return self._load(match, out)[1]
 
-    def plan_copy(self, match: PrefixMatch) -> CopyPlan:
-        """The part of ``copy`` that needs no disk: for another thread, ahead of it. The match stays open in between."""
-        self._check_match(match)
-        if not match.keyed or len(match.groups) != 1:
-            raise ConfigError("copy needs a match of keys, of a layout of one group")
-        return CopyPlan(self._reader.plan_copy(match))
-
-    def copy(
-        self, match: PrefixMatch, fd: int, spots: Sequence[tuple[int, int, int]], *, plan: CopyPlan | None = None
-    ) -> bool:
+    def copy(self, match: PrefixMatch, fd: int, spots: Sequence[tuple[int, int, int]]) -> bool:
         """Copy all pages of a match of keys into a file, verified, and ``touch`` them; whether that was done.
 
         ``spots``: (at, bytes, offset) of what belongs in the file, ``at`` in the pages in canonical order. False
         without the native library, for pages in a codec or in parts, and if one does not verify: then ``get`` tells
-        which are good, and what the file has at the spots is undefined. ``plan``: what ``plan_copy(match)`` returned.
+        which are good, and what the file has at the spots is undefined.
         """
+        self._check_match(match)
+        if not match.keyed or len(match.groups) != 1:
+            raise ConfigError("copy needs a match of keys, of a layout of one group")
         began = self._c.files.monotonic()
-        jobs = (plan or self.plan_copy(match)).jobs
-        done = self._reader.copy(match, self.layout.groups[0], jobs, fd, spots)
+        done = self._reader.copy(match, self.layout.groups[0], fd, spots)
         self._c.counters.took("get", self._c.files.monotonic() - began)
         return done
 

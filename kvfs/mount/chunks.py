@@ -19,7 +19,7 @@ from kvfs.lookup.prefix_match import PrefixMatch
 from kvfs.mount import cells
 from kvfs.mount.manifest import FILE_BYTES_MAX, PAGE_BYTES, Manifest, Piece
 from kvfs.mount.spool import Spool, SpoolFile
-from kvfs.namespace import CopyPlan, Namespace
+from kvfs.namespace import Namespace
 from kvfs.pages.layout import PageLayout
 from kvfs.store import Store
 from kvfs.system.files import Files
@@ -31,12 +31,11 @@ BATCH_BYTES = BATCH_PAGES * PAGE_BYTES
 LOAD_PAGES = 256  # of one lookup, and of one copy or get: 16 MiB
 LOAD_BYTES = LOAD_PAGES * PAGE_BYTES
 LOADERS = 2  # batches that are copied at once, of all files; each reads with several threads
-LOADED_AHEAD = LOADERS + 1  # batches of one file that are looked up and planned, and not copied yet
+LOADED_AHEAD = LOADERS + 1  # batches of one file that are looked up and not copied yet
 SAVE_TRIES = 2  # a page that was there may be evicted while the rest is stored
 SAVE_SECONDS = 30.0  # longest wait for an index that does not answer, or for pages that another process is writing
 FIND_SECONDS = 5.0  # longest wait for an answer whether pages are there: of a busy machine, or during a rebuild
 POLL_SECONDS = 0.05
-YIELD_SECONDS = 50e-6  # between plans: a thread that copies waits up to 5 ms for an interpreter that nobody gives up
 _PAGE_TOKENS = 16  # opaque pages have no tokens; the smallest number that a layout may have
 
 #: What a decline means to a program that writes a file.
@@ -158,22 +157,21 @@ class Chunks:
                 self._load_all([_Batch(file, spots, *run) for run in _runs(manifest)])
             else:
                 for run in _runs(manifest):
-                    self._load_batch(_Batch(file, spots, *run), *self._planned(run[1], run[2]))
+                    self._load_batch(_Batch(file, spots, *run), self._match(run[1], run[2]))
         except BaseException:
             self._spool.release(file)
             raise
         return file
 
     def _load_all(self, batches: Sequence[_Batch]) -> None:
-        """Look up and plan one batch after the other, while threads copy those before it: so the disk has no pauses."""
+        """Look up one batch after the other, while threads copy those before it: so the disk has no pauses."""
         waiting: list[tuple[Future[None], PrefixMatch]] = []
         try:
             for number, batch in enumerate(batches):
                 if number >= LOADED_AHEAD:
                     waiting[number - LOADED_AHEAD][0].result()
-                match, plan = self._planned(batch.size, batch.keys)
-                waiting.append((self._loaders.submit(self._load_batch, batch, match, plan), match))
-                self._clock.sleep(YIELD_SECONDS)
+                match = self._match(batch.size, batch.keys)
+                waiting.append((self._loaders.submit(self._load_batch, batch, match), match))
             for future, _ in waiting:
                 future.result()
         finally:
@@ -182,14 +180,12 @@ class Chunks:
                     match.close()
             wait([future for future, _ in waiting])  # none may write to the file after it is released
 
-    def _load_batch(self, batch: _Batch, found: PrefixMatch, plan: CopyPlan) -> None:
+    def _load_batch(self, batch: _Batch, found: PrefixMatch) -> None:
         """Copy the pages of a match, which it closes, into the file."""
         file, size, keys = batch.file, batch.size, batch.keys
         parts = list(batch.spots.cut(batch.at, min(len(keys) * size, file.size - batch.at)))
         with found as match:
-            if self._space(size).copy(
-                match, file.fd, [(begin, end - begin, to) for to, begin, end in parts], plan=plan
-            ):
+            if self._space(size).copy(match, file.fd, [(begin, end - begin, to) for to, begin, end in parts]):
                 return
             buffer = self._buffer()
             loaded = self._space(size).get(match, buffer)
@@ -219,14 +215,6 @@ class Chunks:
             except ContentGoneError:
                 return None
         return frozenset(segments)
-
-    def _planned(self, size: int, keys: Sequence[bytes]) -> tuple[PrefixMatch, CopyPlan]:
-        match = self._match(size, keys)
-        try:
-            return match, self._space(size).plan_copy(match)
-        except BaseException:
-            match.close()
-            raise
 
     def _match(self, size: int, keys: Sequence[bytes]) -> PrefixMatch:
         """The match of all ``keys``. ContentGoneError if one is not there; OSError EIO if the store does not tell.
@@ -301,9 +289,8 @@ def _batches(
     The buffer is used again for the next batch. OSError EIO if the file ends early.
     """
     stream = whole * PAGE_BYTES
-    buffer = memoryview(
-        bytearray(min(BATCH_BYTES, max(stream, last_page)))
-    )  # zeroing all of it is most of a small save
+    # no more than is needed: zeroing 8 MiB would be most of a small save
+    buffer = memoryview(bytearray(min(BATCH_BYTES, max(stream, last_page))))
     for at in [*range(0, stream, BATCH_BYTES), *([stream] if last_page else [])]:
         last = at == stream
         nbytes = last_bytes if last else min(BATCH_BYTES, stream - at)

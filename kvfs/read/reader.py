@@ -67,21 +67,13 @@ class Reader:
             self._c.counters.loaded(match.namespace, tokens)
             return good, {tier: chunks for tier, chunks in tiers.items() if chunks}
 
-    def plan_copy(self, match: PrefixMatch) -> Sequence[ReadJob]:
-        """The reads of all pages of a match of the only group; none if some are not stored as it wants them."""
+    def copy(self, match: PrefixMatch, group: Group, to: int, spots: Sequence[tuple[int, int, int]]) -> bool:
+        """Copy all pages of a match of the only group into the file ``to``, verified, and ``touch`` them. False if that
+        cannot be done: then ``load`` tells which pages are good, and the file is undefined at the spots."""
         (gm,) = match.groups
         with self.open_segments(match) as held:
             jobs, _ = plan_reads(gm, held, READ_BYTES)
-        return jobs if sum(job.count for job in jobs) == gm.count else []
-
-    def copy(
-        self, match: PrefixMatch, group: Group, jobs: Sequence[ReadJob], to: int, spots: Sequence[tuple[int, int, int]]
-    ) -> bool:
-        """Copy the pages of ``jobs``, planned from the match, into the file ``to``, verified, and ``touch`` them. False
-        if that cannot be done: then ``load`` tells which pages are good, and the file is undefined at the spots."""
-        (gm,) = match.groups
-        with self.open_segments(match) as held:
-            if not jobs or any(held.get(job.segment) is not job.held for job in jobs):
+            if not jobs or sum(job.count for job in jobs) < gm.count:
                 return False
             cold = self._fetcher.copy(jobs, group.leaf_bytes(gm.want), to, spots)
         if cold is None:

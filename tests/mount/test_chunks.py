@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import contextlib
-import copy
 import errno
 import os
 import threading
 import tracemalloc
 from collections.abc import Callable, Iterator
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +17,7 @@ import kvfs
 from kvfs.errors import IndexUnavailableError
 from kvfs.format import segment as fmt
 from kvfs.lookup.prefix_match import PrefixMatch
-from kvfs.mount import cells, chunks, spool
+from kvfs.mount import cells, spool
 from kvfs.mount.chunks import FIND_SECONDS, LOAD_BYTES, LOADED_AHEAD, SAVE_SECONDS, Chunks
 from kvfs.mount.manifest import PAGE_BYTES, Piece
 from kvfs.mount.spool import Spool
@@ -34,11 +32,11 @@ Hang = Callable[[int], None]
 
 
 def test_a_batch_is_loaded_where_reads_past_the_page_cache_may_go(store: kvfs.Store, tmp_path: Path) -> None:
-    made = Chunks(store, Spool(str(tmp_path), 1 << 20))
-    buffer = made._buffer()
+    chunks = Chunks(store, Spool(str(tmp_path), 1 << 20))
+    buffer = chunks._buffer()
     assert len(buffer) == LOAD_BYTES
     assert address_of(buffer) % fmt.BLOCK == 0
-    made.close()
+    chunks.close()
 
 
 @pytest.fixture
@@ -203,8 +201,8 @@ def test_batches_are_looked_up_while_others_are_copied_but_not_all_of_them(
     data = seeded(4, 12 * PAGE_BYTES + 1)
     mounted.kernel.save("files/a", data)
     matches.clear()
-    may_copy, original = threading.Event(), Namespace.copy
-    monkeypatch.setattr(Namespace, "copy", lambda *args, **how: may_copy.wait(60) and original(*args, **how))
+    may_copy, copy = threading.Event(), Namespace.copy
+    monkeypatch.setattr(Namespace, "copy", lambda *args: may_copy.wait(60) and copy(*args))
     found = list[bytes]()
     reader = threading.Thread(target=lambda: found.append(mounted.kernel.load("files/a")))
     reader.start()
@@ -215,46 +213,6 @@ def test_batches_are_looked_up_while_others_are_copied_but_not_all_of_them(
     assert found == [data] and len(matches) == 13
 
 
-def test_copies_are_planned_ahead_of_the_threads_that_wait_for_the_disk(
-    mounted: Mounted, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    data, threads, plan_copy = seeded(6, LOAD_BYTES + 1), set[str](), Namespace.plan_copy
-    mounted.kernel.save("files/a", data)
-
-    def noted(*args: Any) -> Any:
-        threads.add(threading.current_thread().name)
-        return plan_copy(*args)
-
-    monkeypatch.setattr(Namespace, "plan_copy", noted)
-    assert mounted.kernel.load("files/a") == data
-    assert threads == {threading.current_thread().name}
-
-
-@pytest.mark.usefixtures("batches_of_one_page")
-def test_the_interpreter_is_given_up_after_each_plan(mounted: Mounted, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Or a thread that copies waits for it until 5 ms are over."""
-    slept: list[float] = []
-    mounted.kernel.save("files/a", seeded(8, 5 * PAGE_BYTES))
-    monkeypatch.setattr(mounted.chunks._clock, "sleep", slept.append)
-    mounted.kernel.load("files/a")
-    assert slept == [chunks.YIELD_SECONDS] * 5
-
-
-def test_a_plan_is_of_no_use_for_segments_that_were_opened_again(mounted: Mounted) -> None:
-    mounted.kernel.save("files/a", seeded(7, 4 * PAGE_BYTES))
-    space, node = mounted.chunks._space(PAGE_BYTES), mounted.table.lookup(2, b"a").node
-    keys = mounted.table._nodes[node].content().keys  # type: ignore[attr-defined]
-    with space.match_keys(keys) as match, space.match_keys(keys) as other:
-        plan = space.plan_copy(match)
-        jobs = [replace(job, held=copy.copy(job.held)) for job in plan.jobs]
-        file = mounted.spool.create(4 * PAGE_BYTES)
-        spots = [(0, 4 * PAGE_BYTES, 0)]
-        assert not space.copy(match, file.fd, spots, plan=plan._replace(jobs=jobs))
-        assert space.copy(match, file.fd, spots, plan=plan) == (library.loaded() is not None)
-        assert space.copy(other, file.fd, spots) == (library.loaded() is not None)
-        mounted.spool.release(file)
-
-
 @pytest.mark.usefixtures("batches_of_one_page")
 def test_a_load_that_fails_leaves_no_segment_held(
     mounted: Mounted, matches: list[PrefixMatch], monkeypatch: pytest.MonkeyPatch
@@ -262,7 +220,7 @@ def test_a_load_that_fails_leaves_no_segment_held(
     mounted.kernel.save("files/a", seeded(5, 12 * PAGE_BYTES + 1))
     matches.clear()
 
-    def fail(*args: Any, **how: Any) -> bool:
+    def fail(*args: Any) -> bool:
         raise OSError(errno.EIO, "the disk")
 
     monkeypatch.setattr(Namespace, "copy", fail)
