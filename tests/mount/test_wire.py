@@ -71,4 +71,4 @@ def test_an_item_of_a_listing_has_the_layout_that_the_kernel_expects(attributes:
 def test_listings_with_attributes_are_asked_for() -> None:
     every = 0xFFFF_FFFF
     _, features = wire.init_reply(memoryview(struct.pack("=5I44x", 7, 41, 0, every, every)), 1 << 20)
-    assert features & (wire.Init.READDIRPLUS | wire.Init.READDIRPLUS_AUTO)
+    assert wire.Init.READDIRPLUS in features and wire.Init.READDIRPLUS_AUTO in features
