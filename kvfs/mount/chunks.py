@@ -76,30 +76,39 @@ class Chunks:
             raise OSError(errno.EFBIG, f"{file.size} bytes: at most {FILE_BYTES_MAX} fit into a manifest")
         plan = cells.plan(file.size, lambda at, nbytes: os.pread(file.fd, nbytes, at))
         for _ in range(SAVE_TRIES):
-            manifest = self._store_all(file, plan)
-            segments = self.find(manifest)
+            manifest, segments = self._store_all(file, plan)
+            segments = segments or self.find(manifest)
             if segments is not None:
                 return manifest, segments
         raise OSError(errno.ENOSPC, "the store cannot hold the file next to what else is written")
 
-    def _store_all(self, file: SpoolFile, plan: cells.Plan) -> Manifest:
+    def _store_all(self, file: SpoolFile, plan: cells.Plan) -> tuple[Manifest, frozenset[bytes] | None]:
+        """The manifest; and the ids of the segments that hold the file, if one lookup has just found all of it."""
         keys: list[bytes] = []
+        names: list[bytes] = []
         seen: set[bytes] = set()
+        segments: frozenset[bytes] | None = None
         parts = _in_stream_order(plan.pieces)
         for batch, size in _batches(file, parts, plan.whole_pages, plan.last_bytes, plan.last_page):
             names = [hashlib.sha256(batch[at : at + size]).digest() for at in range(0, len(batch), size)]
-            self._put(size, names, batch, seen)
+            segments = self._put(size, names, batch, seen)
             keys += names
-        return Manifest(file.size, plan.pieces, tuple(keys), plan.last_bytes, plan.last_page).checked()
+        manifest = Manifest(file.size, plan.pieces, tuple(keys), plan.last_bytes, plan.last_page).checked()
+        return manifest, segments if len(keys) == len(names) else None
 
-    def _put(self, size: int, names: Sequence[bytes], data: memoryview, seen: set[bytes]) -> None:
+    def _put(self, size: int, names: Sequence[bytes], data: memoryview, seen: set[bytes]) -> frozenset[bytes] | None:
         """Store the pages that are missing; the others count as used. A page that occurs twice is offered once.
 
-        Pages that are there are not offered: a put would give them its access time, and eviction would take them and
-        the new ones for one prompt with gaps.
+        The ids of the segments that hold them, if none was missing. Pages that are there are not offered: a put would
+        give them its access time, and eviction would take them and the new ones for one prompt with gaps.
         """
         space = self._space(size)
-        there = [name for name, stored in zip(names, space.present_keys(names), strict=True) if stored]
+        with space.match_keys(names) as match:
+            if match.chunks == len(names):
+                space.touch(match)
+                return frozenset(match.segments.values())
+        stored = space.present_keys(names) if len(names) > 1 else [False]  # one page: the match has told
+        there = [name for name, is_stored in zip(names, stored, strict=True) if is_stored]
         if there:
             with space.match_keys(there) as match:
                 space.touch(match)
@@ -115,6 +124,7 @@ class Chunks:
                 end += 1
             self._put_run(size, names[first:end], data[first * size : end * size])
             first = end
+        return None
 
     def _put_run(self, size: int, names: Sequence[bytes], data: memoryview) -> None:
         deadline = self._clock.monotonic() + SAVE_SECONDS
@@ -278,11 +288,12 @@ def _batches(
 
     The buffer is used again for the next batch. OSError EIO if the file ends early.
     """
-    buffer = memoryview(bytearray(BATCH_BYTES))
     stream = whole * PAGE_BYTES
-    for at in [*range(0, stream, len(buffer)), *([stream] if last_page else [])]:
+    # no more than is needed: zeroing 8 MiB would be most of a small save
+    buffer = memoryview(bytearray(min(BATCH_BYTES, max(stream, last_page))))
+    for at in [*range(0, stream, BATCH_BYTES), *([stream] if last_page else [])]:
         last = at == stream
-        nbytes = last_bytes if last else min(len(buffer), stream - at)
+        nbytes = last_bytes if last else min(BATCH_BYTES, stream - at)
         for begin, offset, length in parts:
             first, end = max(at, begin), min(at + nbytes, begin + length)
             if first < end:

@@ -22,6 +22,7 @@ from kvfs.mount.wire import Init, Op, OpenFlag, ProtocolError, Request
 
 THREADS = 8  # requests in progress: reads of one cold file come in twos, and several files are read at once
 WRITE_BYTES = 1 << 20  # of one request to write or read: the most that the kernel sends
+LIST_SECONDS = 1.0  # after which a part of a listing is sent as it is: between parts its reader can be interrupted
 _SILENT = frozenset({Op.FORGET, Op.BATCH_FORGET, Op.INTERRUPT})  # requests without a reply
 log = logging.getLogger("kvfs.mount")
 
@@ -82,10 +83,11 @@ class Connection:
             Op.RENAME2: self._rename2, Op.OPEN: self._open, Op.CREATE: self._create, Op.READ: self._read,
             Op.WRITE: self._write, Op.FLUSH: self._flush, Op.RELEASE: self._release, Op.FSYNC: self._fsync,
             Op.FSYNCDIR: self._fsyncdir, Op.OPENDIR: self._opendir, Op.READDIR: self._readdir,
-            Op.RELEASEDIR: self._releasedir, Op.STATFS: self._statfs, Op.GETXATTR: self._getxattr,
-            Op.LISTXATTR: self._listxattr, Op.SETXATTR: self._setxattr, Op.REMOVEXATTR: self._removexattr,
-            Op.SYMLINK: self._refuse, Op.LINK: self._refuse, Op.INIT: self._init, Op.DESTROY: lambda request: b"",
-            Op.FORGET: self._forget, Op.BATCH_FORGET: self._batch_forget, Op.INTERRUPT: lambda request: b"",
+            Op.READDIRPLUS: self._readdirplus, Op.RELEASEDIR: self._releasedir, Op.STATFS: self._statfs,
+            Op.GETXATTR: self._getxattr, Op.LISTXATTR: self._listxattr, Op.SETXATTR: self._setxattr,
+            Op.REMOVEXATTR: self._removexattr, Op.SYMLINK: self._refuse, Op.LINK: self._refuse, Op.INIT: self._init,
+            Op.DESTROY: lambda request: b"", Op.FORGET: self._forget, Op.BATCH_FORGET: self._batch_forget,
+            Op.INTERRUPT: lambda request: b"",
         }  # fmt: skip
 
     # -- the loop ----------------------------------------------------------------------------
@@ -159,6 +161,9 @@ class Connection:
             self._directories.pop(wire.OPEN_REPLY.unpack_from(body)[0], None)
         if request.op in (Op.LOOKUP, Op.CREATE, Op.MKDIR, Op.MKNOD):
             self._operations.forget(wire.ENTRY.unpack_from(body)[0], 1)
+        if request.op == Op.READDIRPLUS:
+            for node in wire.listed_nodes(body):
+                self._operations.forget(node, 1)
 
     # -- requests ----------------------------------------------------------------------------
 
@@ -279,17 +284,35 @@ class Connection:
         return b""  # names are as durable as the store's sync level makes them
 
     def _opendir(self, request: Request) -> Reply:
-        items = self._operations.entries(request.node)
+        self._operations.getattr(request.node, None)  # ESTALE here, and the kernel looks up again: not so in a read
         with self._lock:
             handle, self._next = self._next, self._next + 1
-            self._directories[handle] = items
+            self._directories[handle] = []  # filled by the first read
         return wire.OPEN_REPLY.pack(handle, 0, 0)
 
     def _readdir(self, request: Request) -> Reply:
+        return self._list(request, attributes=False)
+
+    def _readdirplus(self, request: Request) -> Reply:
+        return self._list(request, attributes=True)
+
+    def _list(self, request: Request, *, attributes: bool) -> Reply:
+        """Names from number ``offset`` on, as many as fit. They are looked up now: the program may have waited."""
         handle, offset, size, *_ = wire.READ_IN.unpack_from(request.body)
-        if offset == 0:  # rewinddir(3): what is there now
+        if offset == 0:  # also rewinddir(3): what is there now
             self._directories[handle] = self._operations.entries(request.node)
-        return wire.directory_bytes(self._directories[handle], offset, size)
+        items = self._directories[handle][offset:]
+        out, end = bytearray(), time.monotonic() + LIST_SECONDS
+        with contextlib.closing(self._operations.listed(request.node, items, attributes=attributes)) as listed:
+            for number, item in enumerate(items, offset + 1):
+                if len(out) + wire.item_bytes(item.name, attributes=attributes) > size:
+                    break
+                is_there, entry = next(listed)
+                if is_there:
+                    out += wire.pack_item(item, number, entry, attributes=attributes)
+                    if time.monotonic() > end:
+                        break
+        return out
 
     def _releasedir(self, request: Request) -> Reply:
         self._directories.pop(wire.RELEASE_IN.unpack_from(request.body)[0], None)

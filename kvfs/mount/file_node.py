@@ -9,6 +9,7 @@ import contextlib
 import errno
 import fcntl
 import os
+import stat
 import threading
 from collections.abc import Iterator
 from dataclasses import replace
@@ -92,17 +93,46 @@ class FileNode(NamedNode):
         with self.lock:
             gone = False
             try:
-                with self.named() as fd:
-                    st = self._stat = os.fstat(fd)
+                st = self._stat = self._status()
             except OSError as exc:
                 if self._stat is None:
                     raise
                 st, gone = self._stat, exc.errno == errno.ESTALE  # unlinked or replaced, and still open
-            attr = attr_of(st)
-            attr.nlink = 0 if gone else attr.nlink
-            attr.size = self.draft.file.size if self.draft is not None else self.content().size
-            attr.blocks = -(-attr.size // 512)
-            return attr
+            return self._attr(st, gone)
+
+    def found_attr(self, found: Node) -> Attr:
+        assert isinstance(found, FileNode)
+        with self.lock:
+            st, found.looked = found.looked, None
+            if st is None:  # it is being written: there was no lookup
+                return self.attr()
+            self._stat = st
+            return self._attr(st, False)
+
+    def _status(self) -> os.stat_result:
+        """Status of its name's file. ESTALE if the name means another file now."""
+        if self.draft is not None:
+            return os.fstat(self.draft.name_fd)
+        spot = self.spot or fail(errno.ESTALE)
+        with spot.place.opened() as dir_fd:
+            try:
+                st = os.stat(spot.name, dir_fd=dir_fd, follow_symlinks=False)
+            except FileNotFoundError:
+                fail(errno.ESTALE)
+        if st.st_ino != self.ino or not stat.S_ISREG(st.st_mode):
+            fail(errno.ESTALE)
+        return st
+
+    def _attr(self, st: os.stat_result, gone: bool) -> Attr:
+        attr = attr_of(st)
+        attr.nlink = 0 if gone else attr.nlink
+        attr.size = self.draft.file.size if self.draft is not None else self._size()
+        attr.blocks = -(-attr.size // 512)
+        return attr
+
+    def _size(self) -> int:
+        known = self.tree.names.size_of(self.found) if self.manifest is None else self.manifest.size
+        return self.content().size if known is None else known
 
     def set(self, change: SetAttr, file: OpenFile | None) -> None:
         with self.lock:
@@ -145,6 +175,9 @@ class FileNode(NamedNode):
         if state.expires:
             found[TTL] = str(max(0, state.expires - self.tree.clock.now_us() // 1_000_000)).encode()
         return found
+
+    def xattr(self, name: bytes) -> bytes | None:
+        return self.xattrs().get(name) if name in (HITS, TTL) else None  # the kernel asks for others at each open
 
     def set_xattr(self, name: bytes, value: bytes | None) -> None:
         if name != TTL:
@@ -320,7 +353,7 @@ class FileNode(NamedNode):
                 raise
             draft.dirty = False
             self.manifest, self.check = manifest, manifest.check
-            names.note_complete(self.found, segments)
+            names.note_complete(self.found, segments, manifest.size)
             self.tree.rename_key(self, ("file", self.ino, self.check))
 
     def flush(self, writer: OpenFile) -> None:
@@ -364,7 +397,7 @@ class FileNode(NamedNode):
         if self.cached and not draft.error and not draft.dirty:
             self.copy = draft.file  # for readers that opened it meanwhile
         else:
-            self.tree.spool.release(draft.file)
+            self.tree.spool.release_draft(draft.file)
 
     def _remove_name(self) -> None:
         if self.spot is not None:

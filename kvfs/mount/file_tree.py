@@ -118,6 +118,8 @@ class NamedNode(Node):
         super().__init__(key)
         self.tree = tree
         self.ino = ino
+        #: What the lookup that made this node has just seen: its reply needs no second look.
+        self.looked: os.stat_result | None = None
 
     def _change(self, change: SetAttr, fd: int) -> None:
         """Apply mode, owner and times to a descriptor."""

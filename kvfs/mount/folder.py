@@ -7,13 +7,13 @@ import errno
 import fcntl
 import os
 import stat
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator, Sequence
 
 from kvfs.mount.file_node import FileNode
 from kvfs.mount.file_tree import Draft, FileTree, NamedNode, Place, attr_of
 from kvfs.mount.manifest import Manifest
 from kvfs.mount.names import FILES_MAX, is_named
-from kvfs.mount.node import Created, Node, OpenFile
+from kvfs.mount.node import Created, Listed, Node, OpenFile
 from kvfs.mount.operations import fail
 from kvfs.mount.wire import Attr, Caller, DirectoryItem, SetAttr
 
@@ -62,6 +62,11 @@ class Folder(NamedNode, Place):
         with self.opened() as fd:
             return attr_of(os.fstat(fd))
 
+    def found_attr(self, found: Node) -> Attr:
+        assert isinstance(found, Folder)
+        st, found.looked = found.looked, None
+        return self.attr() if st is None else attr_of(st)
+
     def set(self, change: SetAttr, file: OpenFile | None) -> None:
         if change.size is not None:
             fail(errno.EISDIR)
@@ -79,19 +84,21 @@ class Folder(NamedNode, Place):
         return node
 
     def _child(self, name: bytes, dir_fd: int) -> Node:
-        st = os.stat(name, dir_fd=dir_fd, follow_symlinks=False)
-        if stat.S_ISDIR(st.st_mode):
-            return Folder(self.tree, self, name, st.st_ino)
-        fd = self.tree.names.open(name, dir_fd)
+        fd, st = self.tree.names.look(name, dir_fd)
         try:
-            ino = os.fstat(fd).st_ino
-            return self.tree.drafts.get(ino) or self._complete(fd, ino)
+            known = self.tree.drafts.get(st.st_ino)
+            if known is not None:
+                return known
+            is_dir = stat.S_ISDIR(st.st_mode)
+            made = Folder(self.tree, self, name, st.st_ino) if is_dir else self._complete(fd, st.st_ino)
+            made.looked = st
+            return made
         finally:
             os.close(fd)
 
     def _complete(self, fd: int, ino: int) -> FileNode:
         names = self.tree.names
-        found = names.head(fd)
+        head = names.head(fd, ino)
         read: list[Manifest] = []
 
         def manifest() -> Manifest | None:
@@ -99,27 +106,36 @@ class Folder(NamedNode, Place):
             read[:] = [] if content is None else [content]
             return content
 
-        if found is None or not names.is_complete(found, fd, manifest):
+        if head is None or not names.is_complete(head, manifest):
             fail(errno.ENOENT)
-        return FileNode(self.tree, ino, found.check, read[0] if read else None)
+        return FileNode(self.tree, ino, head.found.check, read[0] if read else None)
 
     def items(self) -> list[DirectoryItem]:
-        found: list[DirectoryItem] = []
-        with self.opened() as dir_fd:
-            with os.scandir(dir_fd) as entries:
-                listed = [(os.fsencode(e.name), e.inode(), e.is_dir(follow_symlinks=False)) for e in entries]
-            for name, ino, is_dir in sorted(listed):
-                if is_dir:
-                    found.append(DirectoryItem(name, ino, stat.S_IFDIR))
-                elif ino in self.tree.drafts or self._exists(name, dir_fd):
-                    found.append(DirectoryItem(name, ino, stat.S_IFREG))
-        return found
+        with self.opened() as dir_fd, os.scandir(dir_fd) as entries:
+            listed = [(os.fsencode(e.name), e.inode(), e.is_dir(follow_symlinks=False)) for e in entries]
+        return [
+            DirectoryItem(name, ino, stat.S_IFDIR if is_dir else stat.S_IFREG) for name, ino, is_dir in sorted(listed)
+        ]
 
-    def _exists(self, name: bytes, dir_fd: int) -> bool:
-        try:
-            return self.tree.names.exists(name, dir_fd)
-        except OSError:
-            return False
+    def listed(self, items: Sequence[DirectoryItem], *, nodes: bool) -> Generator[Listed, None, None]:
+        with self.opened() as dir_fd:
+            for item in items:
+                try:
+                    if nodes:
+                        yield Listed(True, self._seen(self._child(item.name, dir_fd), item.name))
+                    else:
+                        yield Listed(self._is_there(item, dir_fd))
+                except FileNotFoundError:
+                    yield Listed(False)
+                except OSError:  # a lookup tells the error
+                    yield Listed(True)
+
+    def _is_there(self, item: DirectoryItem, dir_fd: int) -> bool:
+        is_dir = stat.S_ISDIR(item.mode)
+        return is_dir or item.ino in self.tree.drafts or self.tree.names.exists(item.name, dir_fd)
+
+    def _is_empty(self) -> bool:
+        return not any(there for there, _ in self.listed(self.items(), nodes=False))
 
     # -- changes of names ----------------------------------------------------------------------
 
@@ -193,7 +209,10 @@ class Folder(NamedNode, Place):
                 os.fchmod(fd, mode & 0o777 | 0o700)
                 _give(fd, caller)
                 self.tree.names.made_durable(dir_fd)
-                return Folder(self.tree, self, name, os.fstat(fd).st_ino)
+                st = os.fstat(fd)
+                made = Folder(self.tree, self, name, st.st_ino)
+                made.looked = st
+                return made
             finally:
                 os.close(fd)
 
@@ -211,7 +230,7 @@ class Folder(NamedNode, Place):
             node = self._child(name, dir_fd)
             if not isinstance(node, Folder):
                 fail(errno.ENOTDIR)
-            if not node.items():
+            if node._is_empty():
                 with node.opened() as fd:
                     for left in os.listdir(fd):  # files that are gone
                         node._clear(os.fsencode(left), fd)

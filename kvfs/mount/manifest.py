@@ -36,7 +36,7 @@ MANIFEST_BYTES_MAX = 64 << 20  # about two million pages, 128 GiB of one file
 FILE_BYTES_MAX = (MANIFEST_BYTES_MAX // KEY_BYTES - 4096) * PAGE_BYTES
 _STATE = struct.Struct("<QQ")
 _SHAPE = struct.Struct("<QIIII")
-_HEAD = 64
+HEAD_BYTES = 64
 
 
 class Piece(NamedTuple):
@@ -99,11 +99,11 @@ def last_page_bytes(nbytes: int) -> int:
 
 def parse(data: bytes) -> Manifest | None:
     """The manifest in ``data``; None if it is damaged, unfinished or not one."""
-    if not _HEAD <= len(data) <= MANIFEST_BYTES_MAX or data[:8] != MAGIC:
+    if not HEAD_BYTES <= len(data) <= MANIFEST_BYTES_MAX or data[:8] != MAGIC:
         return None
     size, count, whole, last_bytes, last_page = _SHAPE.unpack_from(data, 32)
     check = int.from_bytes(data[56:64], "little")
-    body = data[_HEAD:]
+    body = data[HEAD_BYTES:]
     keys_at = count * 16
     keys = whole + (1 if last_page else 0)
     if count > PIECES_MAX or len(body) != keys_at + keys * KEY_BYTES or check != _check(data[32:56], body):

@@ -35,10 +35,11 @@ log = logging.getLogger("kvfs.mount")
 
 
 class Verdict(NamedTuple):
-    """When a file was complete, and the segments that held it."""
+    """When a file was complete, the segments that held it, and its size."""
 
     at: float
     segments: frozenset[bytes]
+    size: int
 
 
 class Found(NamedTuple):
@@ -46,6 +47,13 @@ class Found(NamedTuple):
 
     ino: int
     check: int
+
+
+class Head(NamedTuple):
+    """What the first bytes of a manifest say, of which the rest may be damaged."""
+
+    found: Found
+    state: State
 
 
 class Names:
@@ -75,23 +83,33 @@ class Names:
 
     def open(self, name: bytes, dir_fd: int, flags: int = os.O_RDONLY) -> int:
         """Descriptor of the file of a name. FileNotFoundError if it is no regular file."""
+        fd, st = self.look(name, dir_fd, flags)
+        if not stat.S_ISREG(st.st_mode):
+            os.close(fd)
+            raise FileNotFoundError(errno.ENOENT, "not a file of the mount")
+        return fd
+
+    def look(self, name: bytes, dir_fd: int, flags: int = os.O_RDONLY) -> tuple[int, os.stat_result]:
+        """(descriptor, status) of the file or directory of a name. FileNotFoundError if it is neither."""
         try:
             fd = os.open(name, flags | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, dir_fd=dir_fd)
         except OSError as exc:
             if exc.errno in (errno.ELOOP, errno.ENXIO, errno.EISDIR):
                 raise FileNotFoundError(errno.ENOENT, "not a file of the mount") from None
             raise
-        if not stat.S_ISREG(os.fstat(fd).st_mode):
+        st = os.fstat(fd)
+        if not (stat.S_ISREG(st.st_mode) or stat.S_ISDIR(st.st_mode)):
             os.close(fd)
             raise FileNotFoundError(errno.ENOENT, "not a file of the mount")
-        return fd
+        return fd, st
 
-    def head(self, fd: int) -> Found | None:
+    def head(self, fd: int, ino: int) -> Head | None:
         """What a name stands for, without reading all of its manifest; None if it is unfinished."""
-        data = os.pread(fd, 64, 0)
-        if len(data) < 64 or data[:8] != form.MAGIC:
+        data = os.pread(fd, form.HEAD_BYTES, 0)
+        if len(data) < form.HEAD_BYTES or data[:8] != form.MAGIC:
             return None
-        return Found(os.fstat(fd).st_ino, int.from_bytes(data[56:64], "little"))
+        state = form.parse_state(data[form.STATE_AT : form.STATE_AT + form.STATE_BYTES])
+        return Head(Found(ino, int.from_bytes(data[56:64], "little")), state)
 
     def manifest(self, fd: int) -> Manifest | None:
         """The manifest in a file; None if there is none."""
@@ -107,10 +125,12 @@ class Names:
 
     def write(self, fd: int, manifest: Manifest) -> None:
         """Replace the manifest in a file. OSError; then the old one is still there if the disk was full."""
-        data = manifest.pack()
-        self._clock.fallocate(fd, 0, len(data), keep_size=True)
+        data, before = manifest.pack(), os.fstat(fd).st_size
+        if before:  # there is a manifest to keep; blocks of a new one are cheaper when the kernel writes it back
+            self._clock.fallocate(fd, 0, len(data), keep_size=True)
         self._clock.write_all(fd, [data], 0)
-        os.ftruncate(fd, len(data))
+        if before > len(data):
+            os.ftruncate(fd, len(data))
         if self.durable:
             os.fsync(fd)
 
@@ -130,10 +150,10 @@ class Names:
 
     # -- complete or gone ----------------------------------------------------------------------
 
-    def is_complete(self, found: Found, fd: int, manifest: Callable[[], Manifest | None]) -> bool:
+    def is_complete(self, head: Head, manifest: Callable[[], Manifest | None]) -> bool:
         """Whether a file is there with all of its pages and within its lifetime. OSError EIO if nothing can tell."""
-        expires = self.state(fd).expires
-        if expires and expires <= self._clock.now_us() // 1_000_000:
+        found = head.found
+        if self._has_expired(head):
             return False
         known = self._verdicts.get(found)
         now = self._clock.monotonic()
@@ -146,14 +166,19 @@ class Names:
         if segments is None:
             self._verdicts.pop(found, None)
             return False
-        self.note_complete(found, segments)
+        self.note_complete(found, segments, content.size)
         return True
 
-    def note_complete(self, found: Found, segments: frozenset[bytes]) -> None:
+    def note_complete(self, found: Found, segments: frozenset[bytes], size: int) -> None:
         with self._lock:
             if len(self._verdicts) >= VERDICTS_MAX:
                 self._verdicts.clear()
-            self._verdicts[found] = Verdict(self._clock.monotonic(), segments)
+            self._verdicts[found] = Verdict(self._clock.monotonic(), segments, size)
+
+    def size_of(self, found: Found) -> int | None:
+        """The size of a file that was complete: what its manifest said when all of it was verified."""
+        known = self._verdicts.get(found)
+        return None if known is None else known.size
 
     def doubt(self, found: Found) -> None:
         """A page of the file could not be loaded: look again at the next lookup."""
@@ -167,14 +192,16 @@ class Names:
         return True
 
     def exists(self, name: bytes, dir_fd: int) -> bool:
-        """Whether a name stands for a complete file."""
+        """Whether a name stands for a directory or a complete file."""
         try:
-            fd = self.open(name, dir_fd)
+            fd, st = self.look(name, dir_fd)
         except FileNotFoundError:
             return False
         try:
-            found = self.head(fd)
-            return found is not None and self.is_complete(found, fd, lambda: self.manifest(fd))
+            if stat.S_ISDIR(st.st_mode):
+                return True
+            head = self.head(fd, st.st_ino)
+            return head is not None and self.is_complete(head, lambda: self.manifest(fd))
         finally:
             os.close(fd)
 
@@ -191,24 +218,25 @@ class Names:
         if self.root < 0 or self.read_only or not self._chunks.is_ready():
             return suspects
         for folder, name, fd, dir_fd in self._walk(stopped):
-            found = self.head(fd)
-            if found is None:
+            st = os.fstat(fd)
+            head = self.head(fd, st.st_ino)
+            if head is None:
                 self._remove_unfinished(name, fd, dir_fd)
                 continue
             with contextlib.suppress(OSError):
-                if self.is_complete(found, fd, lambda fd=fd: self.manifest(fd)):  # type: ignore[misc]
-                    used.append((os.fstat(fd).st_atime_ns, folder, name))
-                elif found in suspects or self._has_expired(fd):
+                if self.is_complete(head, lambda fd=fd: self.manifest(fd)):  # type: ignore[misc]
+                    used.append((st.st_atime_ns, folder, name))
+                elif head.found in suspects or self._has_expired(head):
                     _remove(name, fd, dir_fd)
                 else:
-                    gone.add(found)
+                    gone.add(head.found)
         self.count = len(used) + len(gone)
         if len(used) > FILES_MAX:
             self._remove_oldest(used)
         return gone
 
-    def _has_expired(self, fd: int) -> bool:
-        expires = self.state(fd).expires
+    def _has_expired(self, head: Head) -> bool:
+        expires = head.state.expires
         return bool(expires) and expires <= self._clock.now_us() // 1_000_000
 
     def _walk(self, stopped: Callable[[], bool]) -> Iterator[tuple[str, bytes, int, int]]:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import threading
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Generator, Hashable, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from kvfs.mount.operations import Operations, fail
 from kvfs.mount.wire import (
@@ -63,6 +65,13 @@ class OpenBytes(OpenFile):
         return memoryview(self._data)[offset : offset + size]
 
 
+class Listed(NamedTuple):
+    """One name of a listing: whether it is there, and its node where attributes were asked for and are cheap."""
+
+    is_there: bool
+    node: Node | None = None
+
+
 @dataclass
 class Created:
     node: Node
@@ -79,6 +88,10 @@ class Node:
         """Attributes; ``ino`` 0: the table chooses a number."""
         raise NotImplementedError
 
+    def found_attr(self, found: Node) -> Attr:
+        """Attributes after a lookup that made ``found``, which is this node or has its key."""
+        return self.attr()
+
     def renewed(self, other: Node) -> None:
         """A lookup found ``other``, which has this node's key."""
 
@@ -88,7 +101,12 @@ class Node:
         fail(errno.ENOTDIR)
 
     def items(self) -> list[DirectoryItem]:
+        """Its names; some may stand for nothing, which ``listed`` tells."""
         fail(errno.ENOTDIR)
+
+    def listed(self, items: Sequence[DirectoryItem], *, nodes: bool) -> Generator[Listed, None, None]:
+        """Which of its ``items`` are there, in their order; with ``nodes`` also what they stand for."""
+        yield from [Listed(True)] * len(items)
 
     def create(self, name: bytes, flags: int, mode: int, caller: Caller) -> Created:
         fail(errno.EPERM)
@@ -115,6 +133,9 @@ class Node:
 
     def xattrs(self) -> dict[bytes, bytes]:
         return {}
+
+    def xattr(self, name: bytes) -> bytes | None:
+        return self.xattrs().get(name)
 
     def set_xattr(self, name: bytes, value: bytes | None) -> None:
         fail(errno.EOPNOTSUPP)
@@ -152,13 +173,15 @@ class NodeTable(Operations):
         if node is not found:
             node.renewed(found)
         try:
-            return Entry(number, self._attr(number, node), NAME_SECONDS)
+            return Entry(number, self._numbered(number, node.found_attr(found)), NAME_SECONDS)
         except OSError:
             self.forget(number, 1)
             raise
 
     def _attr(self, number: int, node: Node) -> Attr:
-        attr = node.attr()
+        return self._numbered(number, node.attr())
+
+    def _numbered(self, number: int, attr: Attr) -> Attr:
         if not attr.ino:
             attr.ino = _VIEW_INO + number
             attr.uid, attr.gid = self._owner
@@ -262,11 +285,22 @@ class NodeTable(Operations):
     def entries(self, node: int) -> list[DirectoryItem]:
         return self._node(node).items()
 
+    def listed(
+        self, node: int, items: Sequence[DirectoryItem], *, attributes: bool
+    ) -> Generator[tuple[bool, Entry | None], None, None]:
+        with contextlib.closing(self._node(node).listed(items, nodes=attributes)) as listed:
+            for is_there, child in listed:
+                entry = None
+                if child is not None:
+                    with contextlib.suppress(OSError):  # a lookup tells the error
+                        entry = self._entry(child)
+                yield is_there, entry
+
     def usage(self) -> Usage:
         return self._usage()
 
     def getxattr(self, node: int, name: bytes) -> bytes:
-        value = self._node(node).xattrs().get(name)
+        value = self._node(node).xattr(name)
         if value is None:
             fail(errno.ENODATA)
         return value

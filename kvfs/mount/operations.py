@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
+from collections.abc import Generator, Sequence
 from typing import NoReturn
 
 from kvfs.mount.wire import Attr, Caller, DirectoryItem, Entry, Opened, SetAttr, Usage
@@ -65,6 +66,16 @@ class Operations:
         """Called for files and directories."""
 
     def entries(self, node: int) -> list[DirectoryItem]:
+        """The names of a directory; ``listed`` tells which are there."""
+        fail(errno.ENOTDIR)
+
+    def listed(
+        self, node: int, items: Sequence[DirectoryItem], *, attributes: bool
+    ) -> Generator[tuple[bool, Entry | None], None, None]:
+        """For each of the names whether it is there, and with ``attributes`` its entry, if that costs little.
+
+        Looked up as the generator goes on, which the caller closes. Each entry is a reference, as one of ``lookup`` is.
+        """
         fail(errno.ENOTDIR)
 
     def usage(self) -> Usage:

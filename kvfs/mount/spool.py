@@ -13,6 +13,10 @@ import threading
 from collections import OrderedDict
 
 IDLE_MAX = 1024  # copies that are kept without use: each takes a descriptor
+EMPTY_MAX = (
+    16  # emptied drafts that are kept for the next ones: ext4 is slow to make files where it has just removed some
+)
+EMPTIED_BYTES_MAX = 1 << 20  # a larger draft costs more to fill than to make
 
 
 class SpoolFile:
@@ -38,10 +42,13 @@ class Spool:
         self._lock = threading.Lock()
         self._used = 0
         self._idle: OrderedDict[object, SpoolFile] = OrderedDict()
+        self._empty: list[int] = []  # descriptors
 
     def create(self, nbytes: int = 0) -> SpoolFile:
         """A file with room for ``nbytes``. OSError ENOSPC if there is none."""
-        file = SpoolFile(_unnamed(self._folder))
+        with self._lock:
+            fd = self._empty.pop() if self._empty else -1
+        file = SpoolFile(fd if fd >= 0 else _unnamed(self._folder))
         try:
             self.resize(file, nbytes)
         except BaseException:
@@ -103,6 +110,21 @@ class Spool:
             file.reserved = 0
         os.close(file.fd)
 
+    def release_draft(self, file: SpoolFile) -> None:
+        """Release a file that nobody but this process has read: another may get its inode, emptied."""
+        if file.passed or file.size > EMPTIED_BYTES_MAX or len(self._empty) >= EMPTY_MAX:
+            self.release(file)
+            return
+        try:
+            os.ftruncate(file.fd, 0)
+        except OSError:
+            self.release(file)
+            return
+        with self._lock:
+            self._used -= file.reserved
+            file.reserved = 0
+            self._empty.append(file.fd)
+
     def used_bytes(self) -> int:
         with self._lock:
             return self._used
@@ -110,8 +132,11 @@ class Spool:
     def close(self) -> None:
         with self._lock:
             idle, self._idle = list(self._idle.values()), OrderedDict()
+            empty, self._empty = self._empty, []
         for file in idle:
             self.release(file)
+        for fd in empty:
+            os.close(fd)
 
 
 def _unnamed(folder: str) -> int:

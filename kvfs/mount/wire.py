@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import stat
 import struct
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from enum import IntEnum, IntFlag
 from typing import NamedTuple
@@ -51,6 +52,7 @@ class Op(IntEnum):
     INTERRUPT = 36
     DESTROY = 38
     BATCH_FORGET = 42
+    READDIRPLUS = 44
     RENAME2 = 45
 
 
@@ -60,6 +62,8 @@ class Init(IntFlag):
     ASYNC_READ = 1 << 0
     ATOMIC_O_TRUNC = 1 << 3
     BIG_WRITES = 1 << 5
+    READDIRPLUS = 1 << 13
+    READDIRPLUS_AUTO = 1 << 14
     PARALLEL_DIROPS = 1 << 18
     MAX_PAGES = 1 << 22
     EXPLICIT_INVAL_DATA = 1 << 25
@@ -96,6 +100,7 @@ HEADER = struct.Struct("=IIQQIIIHH")  # length, opcode, unique, node, uid, gid, 
 REPLY = struct.Struct("=IiQ")  # length, error, unique
 ATTR = struct.Struct("=6Q10I")
 ENTRY = struct.Struct("=4Q2I")
+ENTRY_BYTES = ENTRY.size + ATTR.size
 ATTR_REPLY = struct.Struct("=QII")
 OPEN_REPLY = struct.Struct("=QIi")
 INIT_IN = struct.Struct("=4I")
@@ -257,8 +262,9 @@ def init_reply(body: memoryview, max_write: int) -> tuple[bytes, Init]:
         flags |= int.from_bytes(body[16:20], "little") << 32
     # HANDLE_KILLPRIV_V2: files have no set-id bits and no capabilities, so the kernel need not ask before each write
     wanted = (
-        Init.ASYNC_READ | Init.ATOMIC_O_TRUNC | Init.BIG_WRITES | Init.PARALLEL_DIROPS | Init.MAX_PAGES
-        | Init.EXPLICIT_INVAL_DATA | Init.HANDLE_KILLPRIV_V2 | Init.INIT_EXT | Init.PASSTHROUGH
+        Init.ASYNC_READ | Init.ATOMIC_O_TRUNC | Init.BIG_WRITES | Init.READDIRPLUS | Init.READDIRPLUS_AUTO
+        | Init.PARALLEL_DIROPS | Init.MAX_PAGES | Init.EXPLICIT_INVAL_DATA | Init.HANDLE_KILLPRIV_V2 | Init.INIT_EXT
+        | Init.PASSTHROUGH
     )  # fmt: skip
     both = Init(flags & int(wanted))
     background = 64  # requests of readahead in flight: more only wait in the daemon
@@ -275,17 +281,30 @@ def entry_attr(attr: Attr, seconds: float) -> bytes:
     return ATTR_REPLY.pack(whole, rest, 0) + attr.pack()
 
 
-def directory_bytes(items: list[DirectoryItem], offset: int, size: int) -> bytes:
-    """Entries from number ``offset`` on, as many as fit into ``size`` bytes."""
-    out = bytearray()
-    for number in range(offset, len(items)):
-        item = items[number]
-        packed = DIRENT.pack(item.ino, number + 1, len(item.name), stat.S_IFMT(item.mode) >> 12) + item.name
-        packed += bytes(-len(packed) % 8)
-        if len(out) + len(packed) > size:
-            break
-        out += packed
-    return bytes(out)
+def item_bytes(name: bytes, *, attributes: bool) -> int:
+    """What a name takes in a reply to READDIR; with ``attributes`` to READDIRPLUS."""
+    return (ENTRY_BYTES if attributes else 0) + (DIRENT.size + len(name) + 7 & ~7)
+
+
+def pack_item(item: DirectoryItem, number: int, entry: Entry | None, *, attributes: bool) -> bytes:
+    """A name of a reply, after which a listing goes on at ``number``. Without an entry the kernel looks it up."""
+    ino = item.ino if entry is None else entry.attr.ino
+    packed = DIRENT.pack(ino, number, len(item.name), stat.S_IFMT(item.mode) >> 12) + item.name
+    packed += bytes(-len(packed) % 8)
+    if not attributes:
+        return packed
+    return (bytes(ENTRY_BYTES) if entry is None else entry.pack()) + packed
+
+
+def listed_nodes(reply: bytes | bytearray | memoryview) -> Iterator[int]:
+    """The nodes to which a reply to READDIRPLUS gives the kernel a reference."""
+    at = 0
+    while at < len(reply):
+        node = ENTRY.unpack_from(reply, at)[0]
+        length = DIRENT.unpack_from(reply, at + ENTRY_BYTES)[2]
+        at += ENTRY_BYTES + (DIRENT.size + length + 7 & ~7)
+        if node:
+            yield node
 
 
 def statfs_bytes(usage: Usage) -> bytes:

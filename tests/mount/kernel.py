@@ -76,7 +76,12 @@ class Kernel:
         return True
 
     def listdir(self, path: str) -> list[str]:
-        return [os.fsdecode(item.name) for item in self._on(path, self.ops.entries)]
+        def listed(node: int) -> list[str]:
+            items = self.ops.entries(node)
+            found = self.ops.listed(node, items, attributes=False)
+            return [os.fsdecode(item.name) for item, (there, _) in zip(items, found, strict=True) if there]
+
+        return self._on(path, listed)
 
     def open(self, path: str, flags: int = os.O_RDONLY, mode: int = 0o644) -> int:
         if flags & os.O_CREAT:

@@ -6,6 +6,7 @@ import contextlib
 import errno
 import os
 import threading
+import tracemalloc
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -16,7 +17,7 @@ import kvfs
 from kvfs.errors import IndexUnavailableError
 from kvfs.format import segment as fmt
 from kvfs.lookup.prefix_match import PrefixMatch
-from kvfs.mount import cells
+from kvfs.mount import cells, spool
 from kvfs.mount.chunks import FIND_SECONDS, LOAD_BYTES, LOADED_AHEAD, SAVE_SECONDS, Chunks
 from kvfs.mount.manifest import PAGE_BYTES, Piece
 from kvfs.mount.spool import Spool
@@ -228,3 +229,101 @@ def test_a_load_that_fails_leaves_no_segment_held(
     assert 0 < len(matches) < 13
     assert not any(match.hold and match.hold.acquire() for match in matches)
     assert not mounted.spool.used_bytes()
+
+
+# -- small files -------------------------------------------------------------------------------
+
+
+def test_a_small_save_takes_little_memory(mounted: Mounted) -> None:
+    mounted.kernel.save("files/a", b"x")
+    tracemalloc.start()
+    try:
+        mounted.kernel.save("files/b", b"y")
+        assert tracemalloc.get_traced_memory()[1] < 1 << 20
+    finally:
+        tracemalloc.stop()
+
+
+def test_a_content_that_is_there_is_saved_with_one_lookup(mounted: Mounted, monkeypatch: pytest.MonkeyPatch) -> None:
+    calls: list[str] = []
+    for name in ("match_keys", "present_keys", "put_keys"):
+        original = getattr(Namespace, name)
+
+        def counted(self: Namespace, *args: Any, name: str = name, original: Any = original) -> Any:
+            calls.append(name)
+            return original(self, *args)
+
+        monkeypatch.setattr(Namespace, name, counted)
+    mounted.kernel.save("files/a", b"x")
+    assert calls == ["match_keys", "put_keys", "match_keys"]
+    calls.clear()
+    mounted.kernel.save("files/b", b"x")
+    assert calls == ["match_keys"]
+    assert mounted.kernel.load("files/b") == b"x"
+
+
+def test_what_was_found_in_several_lookups_is_found_again_as_a_whole(mounted: Mounted) -> None:
+    """Pages of the first may be evicted while the others are saved."""
+    data = seeded(1, PAGE_BYTES) + b"rest"
+    mounted.kernel.save("files/a", data)
+    found: list[object] = []
+    find = mounted.chunks.find
+    mounted.chunks.find = lambda manifest, **how: found.append(manifest) or find(manifest, **how)  # type: ignore[func-returns-value, method-assign]
+    mounted.kernel.save("files/b", data)
+    assert len(found) == 1
+    assert mounted.kernel.load("files/b") == data
+
+
+def test_a_new_manifest_takes_no_blocks_ahead_and_one_that_replaces_another_does(
+    mounted: Mounted, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ahead: list[int] = []
+    monkeypatch.setattr(mounted.names._clock, "fallocate", lambda fd, at, n, **how: ahead.append(n))
+    mounted.kernel.save("files/a", b"x")
+    assert not ahead
+    mounted.kernel.save("files/a", seeded(2, 200_000))
+    assert ahead == [64 + 16 + 4 * 32]
+    mounted.kernel.save("files/a", b"x")
+    assert mounted.kernel.load("files/a") == b"x"
+    assert os.stat("a", dir_fd=mounted.names.root).st_size == 64 + 16 + 32
+
+
+# -- drafts ------------------------------------------------------------------------------------
+
+
+def test_the_file_of_a_small_draft_serves_the_next_one_and_shows_nothing_of_it(
+    mounted: Mounted, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made: list[str] = []
+    original = spool._unnamed
+    monkeypatch.setattr(spool, "_unnamed", lambda folder: made.append(folder) or original(folder))
+    mounted.kernel.save("files/a", b"secret" * 1000)
+    for n in range(3):
+        fd = mounted.kernel.open(f"files/{n}", os.O_WRONLY | os.O_CREAT)
+        mounted.kernel.write(fd, b"end", 5000)
+        mounted.kernel.close(fd)
+    assert len(made) == 1
+    assert mounted.kernel.load("files/2") == bytes(5000) + b"end"
+    assert mounted.spool.used_bytes() == 5003
+
+
+def test_a_file_that_the_kernel_reads_by_itself_serves_no_other_content(mounted: Mounted) -> None:
+    mounted.kernel.save("files/a", b"mapped")
+    fd = mounted.kernel.open("files/a")
+    backing = os.dup(mounted.kernel.open_files[fd][0].backing)  # as a map has it, after the close
+    mounted.kernel.close(fd)
+    for n in range(3):
+        mounted.kernel.save("files/a", b"other%d" % n)
+    assert os.pread(backing, 100, 0) == b"mapped"
+    os.close(backing)
+
+
+def test_large_and_many_emptied_drafts_are_not_kept(mounted: Mounted, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(spool, "EMPTY_MAX", 2)
+    monkeypatch.setattr(spool, "EMPTIED_BYTES_MAX", 100)
+    mounted.kernel.save("files/large", bytes(101))
+    assert not mounted.spool._empty
+    fds = [mounted.kernel.open(f"files/{n}", os.O_WRONLY | os.O_CREAT) for n in range(4)]
+    for fd in fds:
+        mounted.kernel.close(fd)
+    assert len(mounted.spool._empty) == 2

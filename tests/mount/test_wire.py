@@ -52,17 +52,23 @@ def test_a_kernel_that_is_too_old_is_refused_and_an_older_one_gets_no_passthroug
     assert len(reply) == 64
 
 
-def test_a_listing_is_continued_where_the_last_one_ended() -> None:
-    items = [DirectoryItem(f"file-{n}".encode(), n + 10, stat.S_IFREG) for n in range(50)]
-    seen: list[bytes] = []
-    while True:
-        data = wire.directory_bytes(items, len(seen), 200)
-        if not data:
-            break
-        at = 0
-        while at < len(data):
-            _, following, length, kind = wire.DIRENT.unpack_from(data, at)
-            seen.append(data[at + 24 : at + 24 + length])
-            assert (following, kind) == (len(seen), stat.S_IFREG >> 12)
-            at += 24 + length + -(24 + length) % 8
-    assert seen == [item.name for item in items]
+@pytest.mark.parametrize("attributes", [False, True])
+def test_an_item_of_a_listing_has_the_layout_that_the_kernel_expects(attributes: bool) -> None:
+    for length in range(1, 20):
+        item = DirectoryItem(b"n" * length, 10, stat.S_IFDIR)
+        for entry in (None, Entry(7, Attr(11, stat.S_IFDIR))):
+            packed = wire.pack_item(item, 5, entry, attributes=attributes)
+            assert len(packed) == wire.item_bytes(item.name, attributes=attributes)
+            at = 128 if attributes else 0
+            ino = 10 if entry is None else 11
+            assert wire.DIRENT.unpack_from(packed, at) == (ino, 5, length, stat.S_IFDIR >> 12)
+            assert packed[at + 24 : at + 24 + length] == item.name
+            assert len(packed) % 8 == 0
+            if attributes:
+                assert list(wire.listed_nodes(packed + packed)) == ([] if entry is None else [7, 7])
+
+
+def test_listings_with_attributes_are_asked_for() -> None:
+    every = 0xFFFF_FFFF
+    _, features = wire.init_reply(memoryview(struct.pack("=5I44x", 7, 41, 0, every, every)), 1 << 20)
+    assert wire.Init.READDIRPLUS in features and wire.Init.READDIRPLUS_AUTO in features
