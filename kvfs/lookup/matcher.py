@@ -204,17 +204,18 @@ class Matcher:
 
     def present(
         self, prompt: Prompt, number: int, group: Group, part: Part, first: int, end: int, *, whole: bool,
-        orphans: bool = True,
+        orphans: bool = True, prefix: bool = False,
     ) -> GroupLookup:  # fmt: skip
         """What is stored or being written of chunks [first, end). Unless ``whole``, ends at the first gap.
 
-        ``orphans``: as in ``read_behind_gaps``. Incomplete if the index cannot answer in time: a claim looks again.
+        ``orphans``: as in ``read_behind_gaps``. ``prefix``: from chunk 0 on, all chunks before the first that is not
+        stored, and perhaps others. Incomplete if the index cannot answer in time: a claim looks again.
         """
         lookup = GroupLookup(prompt, group, part)
         read = SearchRunner(self, {number: lookup})
         with contextlib.suppress(IndexUnavailableError):
-            walk_all(lookup, first, end, read, to_first_gap=not whole)
-            if whole:
+            ended = walk_all(lookup, first, end, read, to_first_gap=not whole, prefix=prefix)
+            if whole and not ended:
                 read_behind_gaps(lookup, read, orphans=orphans, native=self._c.index.native_session())
         return lookup
 

@@ -109,6 +109,7 @@ class PromptPages:
         self._selected_us = 0  # when ``select`` was called last
         self._found: list[GroupLookup] = []  # of the last ``look`` that began where the one before began, or earlier
         self._first = 0  # where it began
+        self._prefix = False  # whether the last ``look`` was for a prefix
         self.forget()
 
     @property
@@ -148,18 +149,26 @@ class PromptPages:
         self.writing = dict(self.stored)
         self._found = []
 
-    def look(self, first: int = 0) -> None:
+    def look(self, first: int = 0, *, prefix: bool = False) -> None:
         """Ask the index what is stored of the chunks from ``first`` on; what is known of earlier chunks stays.
 
-        If the index cannot answer in time, none of these chunks counts as stored.
+        ``prefix``: of the chunks from 0 on, for a caller that can use none behind one that is missing: these may count
+        as not stored. If the index cannot answer in time, none of the chunks counts as stored.
         """
+        if prefix and first:
+            raise ConfigError(f"first is {first}: a prefix begins with chunk 0")
         below = (1 << first) - 1
         lookups = [
-            self._matcher.present(self._prompt, number, group, group.full, first, self.chunks, whole=True)
+            self._matcher.present(
+                self._prompt, number, group, group.full, first, self.chunks, whole=True, prefix=prefix
+            )
             for number, group in enumerate(self._identity.layout.groups)
         ]
         if first <= self._first or not self._found:
             self._found, self._first = lookups, first
+        elif self._prefix:  # what is behind its gap has not been found yet
+            self._found = [*self._found, *lookups]
+        self._prefix = prefix
         for lookup in lookups:
             group, found = lookup.group, lookup.found
             self.stored[group.name] = self.stored[group.name] & below | found.present & ~below

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 import kvfs
+from kvfs.lookup import matcher
 from kvfs.pages.chunk_set import bits_of
 from tests.stores import TINY_BYTES, seeded, tiny, tokens_of
 
@@ -44,6 +45,20 @@ def test_look_sees_stored_pages_also_behind_a_gap(ns: kvfs.Namespace) -> None:
     assert pages.stored[name] == bits(range(12)) and pages.writing[name] == 0
     pages.forget()
     assert pages.stored[name] == 0
+
+
+def test_a_prefix_is_looked_up_to_its_end(ns: kvfs.Namespace, monkeypatch: pytest.MonkeyPatch) -> None:
+    read: list[int] = []
+    monkeypatch.setattr(matcher, "read_behind_gaps", lambda *_, **__: read.append(1))
+    tokens = tokens_of(7, 80)
+    ns.put(tokens[: 40 * CHUNK], seeded(7, 40 * TINY_BYTES))
+    (name,) = (pages := ns.prompt(tokens)).stored
+    pages.look(prefix=True)
+    assert pages.stored[name] == bits(range(40)) and not read
+    pages.look(40)
+    assert pages.stored[name] == bits(range(40)) and read, "what follows may be stored behind a gap"
+    with pytest.raises(kvfs.ConfigError, match="begins with chunk 0"):
+        pages.look(1, prefix=True)
 
 
 def test_exactly_the_chosen_pages_are_loaded(ns: kvfs.Namespace) -> None:
