@@ -111,7 +111,8 @@ class RequestPages:
 
     def _tokens(self, first: int) -> list[int]:
         end = min(self._request.num_tokens, self._max_tokens)
-        return list(self._request.all_token_ids[first:end])
+        tokens: list[int] = self._request.all_token_ids[first:end]  # a copy already
+        return tokens
 
 
 def cacheable(request: Any, *, items_hashed: bool, adapter: bytes | None) -> bool:
