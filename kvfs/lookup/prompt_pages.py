@@ -188,15 +188,18 @@ class PromptPages:
         needs = {group.name: group.need.chunks(size) for group in self._identity.layout.groups}
         return {name: first if need is None else max(first, end - need) for name, need in needs.items()}
 
-    def select(self, first: Mapping[str, int], end: int) -> PrefixMatch:
+    def select(self, first: Mapping[str, int], end: int, *, known: bool = False) -> PrefixMatch:
         """A match of the chunks before ``end``: of group g the pages from ``first[g]`` on, none if g is not named.
 
         It holds its segments like every match. Pages that are not stored make its load fail. The engine has the
         earlier pages: pass -1 for their units when it is loaded, or ``first_unit``. ``match.group(g).present`` says
         which pages the index names. Of keys each page is loaded by itself, also behind one that fails.
+        ``known``: the last ``look`` was for them, so the index is asked again only if there was a commit since.
         """
         self._check(first, {name: [chunk] for name, chunk in first.items()}, end)
-        match = self._matcher.select(replace(self._prompt, hashes=self._prompt.hashes[:end]), first)
+        whole = not self._first and len(self._found) == len(self.stored)  # one lookup of each group, from chunk 0 on
+        found = self._found if known and whole and not any(first.values()) else None
+        match = self._matcher.select(replace(self._prompt, hashes=self._prompt.hashes[:end]), first, found)
         self._selected_us = match.at_us
         return match
 

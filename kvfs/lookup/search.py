@@ -100,6 +100,7 @@ class GroupLookup:
         self.found = Found()
         self.rows_read = 0
         self.generation = ""  # of the index that was read
+        self.state: object = None  # of it, if all that was read is of one commit
         self.segments: dict[int, bytes] = {}  # ids of the segments that contain hits, by number
         self.tails: dict[int, int] = {}  # end of what is published in each of them
         self.gapped: list[int] = []  # runs that were read and lack chunks

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 from types import SimpleNamespace
 from typing import Any
 
@@ -13,31 +12,48 @@ from kvfs.integrations.vllm.worker import KvfsWorker, _TransferJob
 
 
 class Ends:
-    """In place of the event that the end of a load sets: each wait ends the next load, ``most`` of them in all."""
+    """In place of the events that the ends of loads set: each wait ends the next load, ``most`` of them in all."""
 
-    def __init__(self, transfers: list[Any], most: int) -> None:
-        self.left = transfers[:most]
+    def __init__(self, most: int) -> None:
+        self.transfers: list[Any] = []
+        self.most = most
         self.waits = 0
 
     def wait(self, seconds: float) -> bool:
         self.waits += 1
         assert 0 < seconds <= worker.IDLE_SECONDS
-        if self.left:
-            self.left.pop(0).done.set()
-            return True
-        return False
+        left = [transfer for transfer in self.transfers[: self.most] if not transfer.done.is_set()]
+        if left:
+            left[0].done.over = True
+        return bool(left)
 
     def clear(self) -> None:
         pass
+
+
+class End:
+    """The event of one load."""
+
+    over = False
+
+    def __init__(self, ends: Ends) -> None:
+        self._ends = ends
+
+    def is_set(self) -> bool:
+        return self.over
+
+    def wait(self, seconds: float) -> bool:
+        self._ends.wait(seconds)
+        return self.over
 
 
 def _idle_step(monkeypatch: pytest.MonkeyPatch, loads: int, ending: int, seconds: float = 60.0) -> tuple[int, int]:
     """(loads that have ended, waits) after a step that computes nothing."""
     monkeypatch.setattr(worker, "GATHER_SECONDS", seconds)
     half = KvfsWorker.__new__(KvfsWorker)
-    transfers: list[Any] = [SimpleNamespace(done=threading.Event()) for _ in range(loads)]
-    half._jobs = {n: _TransferJob(transfer, True, 0, 0.0) for n, transfer in enumerate(transfers)}
-    ends = Ends(transfers, ending)
+    ends = Ends(ending)
+    transfers = ends.transfers = [SimpleNamespace(done=End(ends)) for _ in range(loads)]
+    half._jobs = {n: _TransferJob(transfer, True, 0, 0.0) for n, transfer in enumerate(transfers)}  # type: ignore[arg-type]
     half._ended = ends  # type: ignore[assignment]
     half._io = SimpleNamespace(load_at_once=lambda seconds: None)  # type: ignore[assignment]
     half.wait_idle()

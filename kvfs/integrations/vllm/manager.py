@@ -393,7 +393,7 @@ class KvfsManager(OffloadingManager):
         if state.plans:
             state.tiers = {}
         else:
-            state.match = state.pages.select(first, last)
+            state.match = state.pages.select(first, last, known=True)
         if not state.counted:
             state.counted = True
             state.pages.note_lookup((last - begin) * state.page_tokens)
