@@ -19,7 +19,7 @@
 #include <stddef.h>
 #include <stdint.h>
 
-#define KVFS_ABI 7 /* changes with any signature or struct below; the loader refuses another one */
+#define KVFS_ABI 8 /* changes with any signature or struct below; the loader refuses another one */
 #define KVFS_PUBLIC __attribute__((visibility("default")))
 
 enum { KVFS_FEATURE_SHA = 1, KVFS_FEATURE_AVX2 = 2, KVFS_FEATURE_NEON = 4 };
@@ -360,22 +360,30 @@ KVFS_PUBLIC uint64_t kvfs_held(
     const kvfs_prefixes *prefixes, const uint8_t *hashes, uint64_t n, uint64_t misses_max, uint32_t *entries,
     uint64_t *seqs);
 
-/* How pages of one group are read: states of a page, its granules of step states, and the units of the rank. */
-#define KVFS_GRANULE_WORDS 3
+/* How pages of one group are read: states of a page, its granules of step states, the units of the rank, and the head of
+ * a work list (kvfs/kernels/work_list.py) for pages from the first one on. */
+enum { KVFS_HEAD_WORDS = 16, KVFS_HEAD_LEAVES = 11, KVFS_GRANULE_WORDS = 3 };
 typedef struct {
     uint64_t states, granules, step, units_max;
+    int64_t head[KVFS_HEAD_WORDS];
 } kvfs_pull;
 
 /* Reader: what a copy of n pages needs, until one whose entry does not have its seq or names a unit that is none. Of
- * each page its units and its leaves, and of each granule the words of kvfs/kernels/pull.py: its first token in units,
- * its first token in the prompt, and the page's number from first on. Returns how many pages. */
+ * each page its units and its leaves; and one work list behind the other, of as many pages as batches says, which add
+ * up to n, each at an even word: the head, with its number of granules and the address of its own leaves, and of each
+ * granule the words of kvfs/kernels/pull.py: its first token in units, its first token in the prompt, and the page's
+ * number from first on. Returns how many pages; of the work lists those that begin with one of them are written, the
+ * last one in part. */
 KVFS_PUBLIC uint64_t kvfs_pull_list(
     const kvfs_prefixes *prefixes, const kvfs_pull *pull, const uint32_t *entries, const uint64_t *seqs,
-    const uint32_t *chunks, uint64_t n, uint64_t first, int64_t *units, uint64_t *leaves, int64_t *words);
+    const uint32_t *chunks, uint64_t n, uint64_t first, const uint32_t *batches, int64_t *units, uint64_t *leaves,
+    int64_t *words);
 
-/* Any process: good: 1 if the entry still has this seq. Returns how many are good. */
+/* Any process: good: 1 if the entry still has this seq, and its flag is 0. flags: NULL for none. Returns how many are
+ * good. */
 KVFS_PUBLIC uint64_t kvfs_unchanged(
-    const kvfs_prefixes *prefixes, const uint32_t *entries, const uint64_t *seqs, uint64_t n, uint8_t *good);
+    const kvfs_prefixes *prefixes, const uint32_t *entries, const uint64_t *seqs, const int32_t *flags, uint64_t n,
+    uint8_t *good);
 
 /* Leases of readers on entries of one rank, in shared memory that all of them write: n_slots of slot_bytes, a state and
  * then one bit for each entry; zeros at first. */

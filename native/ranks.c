@@ -158,8 +158,10 @@ uint64_t kvfs_held(
 
 uint64_t kvfs_pull_list(
     const kvfs_prefixes *p, const kvfs_pull *pull, const uint32_t *entries, const uint64_t *seqs,
-    const uint32_t *chunks, uint64_t n, uint64_t first, int64_t *units, uint64_t *leaves, int64_t *words) {
-    uint64_t i;
+    const uint32_t *chunks, uint64_t n, uint64_t first, const uint32_t *batches, int64_t *units, uint64_t *leaves,
+    int64_t *words) {
+    uint64_t i, left = 0, granules = 0;
+    int64_t *start = words, *head = words;
     for (i = 0; i < n; i++) {
         entry *e = at(p, entries[i] % (p->buckets * KVFS_WAYS));
         int64_t *to = units + i * p->n_units;
@@ -171,22 +173,34 @@ uint64_t kvfs_pull_list(
         memcpy(leaves + i * p->n_leaves, leaves_of(p, e), 8 * p->n_leaves);
         __atomic_thread_fence(__ATOMIC_ACQUIRE);
         if (!good || __atomic_load_n(&e->seq, __ATOMIC_RELAXED) != seqs[i]) break;
+        if (!left) {
+            left = *batches++;
+            granules = 0;
+            head = words += (words - start) & 1;
+            memcpy(head, pull->head, sizeof pull->head);
+            head[KVFS_HEAD_LEAVES] += (int64_t)(8 * i * p->n_leaves);
+            words += KVFS_HEAD_WORDS;
+        }
+        left--;
         uint64_t source = (i * p->per_unit + chunks[i] % p->per_unit) * pull->states;
         for (uint64_t g = 0; g < pull->granules; g++, words += KVFS_GRANULE_WORDS) {
             words[0] = (int64_t)(source + g * pull->step);
             words[1] = (int64_t)(chunks[i] * pull->states + g * pull->step);
             words[2] = (int64_t)(first + i);
         }
+        granules += pull->granules;
+        head[0] = (int64_t)granules;
     }
     return i;
 }
 
 uint64_t kvfs_unchanged(
-    const kvfs_prefixes *p, const uint32_t *entries, const uint64_t *seqs, uint64_t n, uint8_t *good) {
+    const kvfs_prefixes *p, const uint32_t *entries, const uint64_t *seqs, const int32_t *flags, uint64_t n,
+    uint8_t *good) {
     uint64_t all = 0;
     __atomic_thread_fence(__ATOMIC_SEQ_CST); /* behind the lease, or behind the end of the copies */
     for (uint64_t i = 0; i < n; i++) {
-        good[i] = seq_of(at(p, entries[i] % (p->buckets * KVFS_WAYS))) == seqs[i];
+        good[i] = seq_of(at(p, entries[i] % (p->buckets * KVFS_WAYS))) == seqs[i] && !(flags && flags[i]);
         all += good[i];
     }
     return all;

@@ -168,7 +168,7 @@ MUTATIONS = (
     ),
     Mutation(
         "settle a page twice", "kvfs/transfer/control.py",
-        "            self._open[group] ^= fresh\n", "",
+        "            self._open[group] ^= fresh  # last: an interrupt before it has these pages recorded again\n", "",
         ("tests/transfer/test_host_io.py::test_save_and_load",),
     ),
     Mutation(
@@ -192,13 +192,13 @@ MUTATIONS = (
         ("tests/gpu/test_load_from_caller.py",),
     ),
     Mutation(
-        "wait for a disk in the thread that calls load", "kvfs/gpu/load.py",
+        "wait for a disk in the thread that calls load", "kvfs/gpu/head_start.py",
         "                if not files.read_cached(run.held.fd, memoryview(tables), run.leaf):\n", "                if False:\n",
         ("tests/gpu/test_load_from_caller.py",),
     ),
     Mutation(
-        "keep the turn of a load that was interrupted", "kvfs/gpu/load.py",
-        "            if not self._begun:\n                gpu.turns.over(self)\n", "            pass\n",
+        "keep the turn of a load that was interrupted", "kvfs/gpu/head_start.py",
+        "            if self._turn:\n                gpu.turns.over(self)\n", "            pass\n",
         ("tests/gpu/test_load_from_caller.py",),
     ),
     Mutation(

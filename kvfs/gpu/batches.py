@@ -13,11 +13,11 @@ from functools import partial
 from itertools import chain
 from typing import NamedTuple
 
-from kvfs.gpu.device import Event
-from kvfs.gpu.lane import ALIGN, LaunchQueue, ScratchSlice
+from kvfs.gpu.device import IN_PROGRAMS, Event
+from kvfs.gpu.lane import ALIGN, DmaLane, LaunchQueue, ScratchSlice
 from kvfs.gpu.page_source import PageSource, streaks
 from kvfs.gpu.resources import POLL_SECONDS, GpuTransportContext
-from kvfs.kernels.work_list import GRANULE_WORDS, HEAD_WORDS, WORD, Shape, granule_words, pack
+from kvfs.kernels.work_list import GRANULE_WORDS, HEAD_WORDS, WORD, Shape, granule_words, pack, pack_pieces
 from kvfs.read.plan import Run
 from kvfs.transfer.workers import Attached
 
@@ -50,6 +50,13 @@ class LayerBand(NamedTuple):
     flags: int  # offset in the command buffer where the pages' flags are then
 
 
+class FirstBatch(NamedTuple):
+    """The copies of a group's first batch, enqueued ahead of all else."""
+
+    batches: list[list[Run]]  # all of the group
+    scratch: ScratchSlice
+
+
 class _Copied(NamedTuple):
     """A batch that DMA brings to scratch: (pages, offset of the first one, bytes from page to page)."""
 
@@ -64,21 +71,22 @@ class Batches:
 
     def __init__(
         self, context: GpuTransportContext, launches: LaunchQueue, attached: Attached, source: PageSource,
-        units: Sequence[int], wanted: Sequence[int], *, bands: int, first_token: int, stop: Callable[[], bool],
-        ended: Callable[[LayerBand], None],
+        units: Sequence[int], wanted: Sequence[int], *, bands: int, first_token: int, gentle: bool,
+        stop: Callable[[], bool], ended: Callable[[LayerBand], None],
     ) -> None:  # fmt: skip
-        """``ended``: called with each band whose end is enqueued."""
+        """``ended``: called with each band whose end is enqueued. ``gentle``: a kernel copies what is registered."""
         self._context, self._lane, self._attached, self._source = context, context.loads, attached, source
         self._launches, self._stop, self._ended = launches, stop, ended
         self._shape, self._granules = context.shapes[attached.number], attached.group.granules
         self._unit_ids, self._first_token = units, first_token if attached.group.states > 1 else 0
-        self._bands, self._wanted = bands, wanted
+        self._bands, self._wanted, self._gentle = bands, wanted, gentle
         self._ready = False  # the head of the commands
         self._size = source.table_bytes  # of the leaf table of a page
         # of the wanted pages, for the later bands; and which of them are good
         self._tables, self._good = bytearray(), bytearray()
         if bands > 1:
             self._tables, self._good = bytearray(self._size * len(wanted)), bytearray([UNKNOWN]) * len(wanted)
+        self._ahead: FirstBatch | None = None
         self.sent: dict[int, None] = {}  # chunks whose kernels were enqueued, in that order
         self.ends = 0  # of bands, that wait to be enqueued
 
@@ -99,6 +107,10 @@ class Batches:
 
     # -- copies ------------------------------------------------------------------------------
 
+    def continue_with(self, ahead: FirstBatch) -> None:
+        """The only window of this group has its first copies under way."""
+        self._ahead = ahead
+
     def send(self, window: Window, first: int, rows: int, behind: int = 0) -> bool:
         """Some layers of all pages of a window; False if the load ends before the last one.
 
@@ -106,15 +118,18 @@ class Batches:
         """
         whole = rows == self._shape.layers
         page = self.page_bytes if whole else rows * self._shape.leaf_bytes * self._granules
-        most, least = max(1, self._context.batch_bytes // page), max(1, BATCH_BYTES_MIN // page)
         later = (window.left + len(window)) * (self._shape.layers - first - rows) // rows
-        batches = list(_batches(window.runs, most, least, window.left + later + behind // page))
+        ahead, self._ahead = self._ahead, None
+        batches = ahead.batches if ahead is not None else cut_in_batches(
+            window.runs, page, self._context.batch_bytes, window.left + later + behind // page
+        )  # fmt: skip
         if whole:
             self._source.expect(window.runs)
         for number, batch in enumerate(batches):
             if not self._may_go_on():
                 return False
-            copied = self._copy(batch, first, rows)
+            started = ahead.scratch if ahead is not None and not number else None
+            copied = self._copy(batch, first, rows) if started is None else self._copied_ahead(batch, started, rows)
             self._launches.add(partial(self._launch_copied, copied))
             for run in chain(*batches[number + 1 if number == 0 else number + AHEAD : number + AHEAD + 1]):
                 self._source.prepare(run)
@@ -140,18 +155,35 @@ class Batches:
         whole, leaf = rows == self._shape.layers, self._shape.leaf_bytes
         width = rows * leaf
         scratch = self._slice(sum(run.span if whole else run.count * self._granules * width for run in batch))
-        at, parts = 0, []
+        at, parts, pieces = 0, [], list[tuple[int, int, int]]()
         for run in batch:
             if whole:  # with the gaps that are in the segment
-                coming = self._source.send(run, scratch.address + at)
+                coming = self._source.send(run, scratch.address + at, pieces if self._gentle else None)
                 parts += [(part, at + (part.chunk - run.chunk) * run.stride, run.stride) for part in coming]
                 at += run.span
             else:
                 self._source.send_rows(run, first * leaf, width, self._granules, scratch.address + at)
                 parts.append((run, at, self._granules * width))
                 at += run.count * self._granules * width
+        if pieces:
+            self._copy_pieces(pieces)
         self._lane.dma.record(scratch.arrived)
         return _Copied(scratch, parts, first, rows)
+
+    def _copy_pieces(self, pieces: list[tuple[int, int, int]]) -> None:
+        words = pack_pieces(pieces)
+        commands = self._launches.commands(len(words) * WORD)
+        at = commands.put(words)
+        commands.send(self._lane.dma, at)
+        self._lane.dma.copy_pieces(commands.work(at, commands.words(at, 0)), programs=IN_PROGRAMS)
+
+    def _copied_ahead(self, batch: Sequence[Run], scratch: ScratchSlice, rows: int) -> _Copied:
+        at, parts = 0, []
+        for run in batch:
+            self._source.note_in_place(run)
+            parts.append((run, at, run.stride))
+            at += run.span
+        return _Copied(scratch, parts, 0, rows)
 
     def _send_assembled(self, chunks: Sequence[int]) -> bool:
         """Pages that were written for other head slots or layers than these, or in a codec; False as ``send``."""
@@ -275,6 +307,25 @@ def _columns(tables: bytes, layers: int, first: int, rows: int) -> bytes:
     for row in range(rows):
         cut[row::rows] = whole[first + row :: layers]
     return cut.tobytes()
+
+
+def copy_first(lane: DmaLane, batches: list[list[Run]]) -> FirstBatch | None:
+    """Enqueue the copies of the first of these batches, whose runs are registered."""
+    scratch = lane.slice(sum(run.span for run in batches[0]), lane.dma)
+    if scratch is None:
+        return None
+    target = scratch.address
+    for run in batches[0]:
+        for address, nbytes in run.ranges:
+            lane.dma.copy_in(target, address, nbytes)
+            target += nbytes
+    lane.dma.record(scratch.arrived)
+    return FirstBatch(batches, scratch)
+
+
+def cut_in_batches(runs: Sequence[Run], page: int, batch_bytes: int, behind: int) -> list[list[Run]]:
+    """Batches of pages of ``page`` bytes. ``behind``: pages that follow."""
+    return list(_batches(runs, max(1, batch_bytes // page), max(1, BATCH_BYTES_MIN // page), behind))
 
 
 def _batches(runs: Sequence[Run], most: int, least: int, behind: int) -> Iterator[list[Run]]:

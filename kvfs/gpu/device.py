@@ -11,6 +11,7 @@ import ctypes
 import mmap
 import os
 import threading
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from functools import partial
@@ -25,6 +26,7 @@ from kvfs.kernels.work_list import Shape, Work
 
 #: Programs per kernel. A few would keep up with the link; many, for a shorter time, cost other work on the GPU less.
 COPY_PROGRAMS, SUM_PROGRAMS = 128, 64
+OUT_PROGRAMS, IN_PROGRAMS = 4, 16  # of gentle copies: to the host at 51 GB/s, from it at 49
 UNIT_SUM_PROGRAMS = 132  # one for each multiprocessor of an H100: pulls wait for them
 QUICK_PROGRAMS = 264  # two for each multiprocessor of an H100: sums at 2,240 GB/s in place of 860
 COPY_TILE_BYTES = 32 << 10  # tiles of at least this size are faster with fewer warps
@@ -54,6 +56,9 @@ class Stream(Protocol):
     ) -> None: ...
 
     def copy_out(self, target: int, source: int, nbytes: int) -> None: ...
+
+    def copy_pieces(self, work: Work, *, programs: int) -> None:
+        """Copy what a list names (``work_list.pack_pieces``) by a kernel: copies of other streams do not wait."""
 
     def use(self) -> AbstractContextManager[object]:
         """Inside, this thread launches kernels on it."""
@@ -97,6 +102,7 @@ class Device(Protocol):
     """A GPU."""
 
     name: str
+    reaches_host: bool  # its kernels read and write registered memory of the host at the host's addresses
 
     def enter(self) -> None:
         """Make it current on the calling thread, one of kvfs's own, permanently."""
@@ -185,11 +191,18 @@ class Pinned:
 
 
 class _Stream:
-    """A CUDA stream. The calling thread has entered its device."""
+    """A CUDA stream. The calling thread has entered its device.
 
-    def __init__(self, torch: Any, stream: Any, constants: Any) -> None:
-        self._torch, self._stream, self._constants = torch, stream, constants
-        self._handle = int(stream.cuda_stream)
+    torch deals its streams out of a pool of 32 again and again, so one of them may be a stream of the engine: kvfs
+    would wait for the engine's work, and what kvfs enqueues would end the capture of a graph there. This one is made by
+    the driver.
+    """
+
+    def __init__(self, torch: Any, index: int, priority: int, constants: Any) -> None:
+        self._torch, self._constants = torch, constants
+        self._handle = driver.make_stream(priority)
+        weakref.finalize(self, _end_stream, self._handle, os.getpid()).atexit = False
+        self._stream = torch.cuda.ExternalStream(self._handle, torch.device("cuda", index))
         self._launches: dict[object, Launch | None] = {}  # None: only Triton can
 
     def copy_in(self, target: int, source: int, nbytes: int) -> None:
@@ -246,6 +259,13 @@ class _Stream:
             programs, work.address,
         )  # fmt: skip
 
+    def copy_pieces(self, work: Work, *, programs: int) -> None:
+        from kvfs.kernels import pieces
+
+        self._launch(
+            ("pieces", programs), lambda: pieces.copy_pieces(work.words, programs=programs), programs, work.address
+        )
+
     def pull(self, work: Work, tiles: Sequence[Tiles]) -> None:
         from kvfs.kernels import pull
 
@@ -292,6 +312,12 @@ class _Stream:
         return self._torch.as_tensor(_Raw(address, elements, element), device=self._stream.device)
 
 
+def _end_stream(handle: int, pid: int) -> None:
+    if pid == os.getpid():  # a child that was forked has no context
+        with contextlib.suppress(CudaError):
+            driver.end_stream(handle)
+
+
 class _Raw:
     """Device memory as other libraries describe it to torch (CUDA Array Interface, version 2)."""
 
@@ -323,6 +349,7 @@ class Gpu:
             raise ConfigError(f"memory is on {name}: torch sees {found} CUDA devices here")
         self.name, self.index, self._torch = name, index, torch
         self._entered = threading.local()
+        self.reaches_host = driver.reaches_host(index)
         self._constants = None
         with contextlib.suppress(ImportError):  # without triton nothing asks for them
             from kvfs.kernels import xxh3
@@ -367,7 +394,8 @@ class Gpu:
         return bool(self._torch.cuda.is_current_stream_capturing())
 
     def stream(self, *, urgent: bool = False) -> Stream:
-        return _Stream(self._torch, self._torch.cuda.Stream(self.index, priority=-urgent), self._constants)
+        with self.current():
+            return _Stream(self._torch, self.index, -urgent, self._constants)
 
     def memory(self, nbytes: int) -> Memory:
         torch = self._torch

@@ -24,7 +24,8 @@ from typing import Any
 from kvfs.context import Counters
 from kvfs.directory.config import parse_size
 from kvfs.errors import ConfigError
-from kvfs.gpu.device import Device, Memory, Pinned
+from kvfs.gpu.device import IN_PROGRAMS, OUT_PROGRAMS, Device, Memory, Pinned
+from kvfs.gpu.head_start import HeadStart
 from kvfs.gpu.lane import BATCHES, DmaLane, aligned
 from kvfs.gpu.load import GpuLoad
 from kvfs.gpu.preregister import register_hottest, register_match
@@ -34,7 +35,7 @@ from kvfs.gpu.resources import UNDER_WAY, GpuTransportContext, LinkPace
 from kvfs.gpu.save import BATCH_BYTES, GpuSave
 from kvfs.gpu.turns import Turns
 from kvfs.kernels.driver import CudaError
-from kvfs.kernels.work_list import Shape, pack, shape_of
+from kvfs.kernels.work_list import Shape, pack, pack_pieces, shape_of
 from kvfs.lookup.prefix_match import PrefixMatch
 from kvfs.pages.layout import PageLayout
 from kvfs.read.reader import Reader
@@ -45,6 +46,7 @@ from kvfs.system.thread_pool import Pool
 from kvfs.transfer import append_process
 from kvfs.transfer.control import TransferControl
 from kvfs.transfer.host_io import CLOSE_SECONDS, WARM_SECONDS, HostIO
+from kvfs.transfer.load import Pages
 from kvfs.transfer.workers import Attached, JobThreads, Writes, make_ring
 from kvfs.write.active_segments import LANES
 from kvfs.write.appender import Appender
@@ -242,6 +244,18 @@ class GpuIO(HostIO):
         context = self._gpu_context
         return JobThreads("read", threads, partial(_last_load, context.turns, context.ends))
 
+    def _begin_load(self, match: PrefixMatch, pages: Pages, after: Any, *, layerwise: bool) -> HeadStart | None:
+        if self._closed or self._reads.waiting:
+            return None
+        begun = HeadStart(self._gpu_context, match, pages, layerwise=layerwise)
+        kept = False
+        try:
+            kept = begun.begin(after)
+        finally:
+            if not kept:
+                begun.drop()
+        return begun if kept else None
+
     # -- for callers -------------------------------------------------------------------------
 
     def load_at_once(self, seconds: float) -> None:
@@ -419,8 +433,11 @@ def _warm_up(lane: DmaLane, shape: Shape, table: Memory) -> None:
     work = commands.put(pack(
         shape, array("q"), scratch=0, unit_ids=0, units=0, flags=0, leaves=0, buffers=table.address
     ))  # fmt: skip
+    none = commands.put(pack_pieces([]))
     commands.send(lane.kernels, work)
     with lane.kernels.use():
+        for programs in (OUT_PROGRAMS, IN_PROGRAMS):
+            lane.kernels.copy_pieces(commands.work(none, commands.words(none, 0)), programs=programs)
         launch = commands.work(work, commands.words(0, 0))
         lane.kernels.gather(launch, shape)
         for check in {False, shape.sums}:

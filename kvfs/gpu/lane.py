@@ -94,9 +94,14 @@ class CommandBuffer:
         """Of what was put at ``offset``, as i64."""
         return self._host[offset : offset + count * WORD].cast("q")
 
-    def work(self, offset: int, unit_ids: memoryview) -> Work:
-        """The work list that was put last, at ``offset``."""
-        return Work(self._device, offset, self._host[offset : self._used].cast("q"), unit_ids)
+    @property
+    def used(self) -> int:
+        """Offset of what is appended next."""
+        return self._used
+
+    def work(self, offset: int, unit_ids: memoryview, end: int | None = None) -> Work:
+        """The work list at ``offset``; ``end``: where it ends, unless it was put last."""
+        return Work(self._device, offset, self._host[offset : end or self._used].cast("q"), unit_ids)
 
     def send(self, stream: Stream, first: int) -> int:
         """Copy what was put from ``first`` on, past large copies of other streams unless pinned; in how many calls."""
@@ -111,6 +116,10 @@ class CommandBuffer:
     def fetch(self, stream: Stream, offset: int, nbytes: int, into: int) -> None:
         """Copy bytes at ``offset`` on the device back, to ``into``."""
         stream.copy_out(self._back.address + into, self._device.address + offset, nbytes)
+
+    def back_address(self, offset: int) -> int:
+        """Where the host finds what is fetched into ``offset``."""
+        return self._back.address + offset
 
     def back(self, offset: int, nbytes: int) -> memoryview:
         """What was fetched into ``offset``."""
@@ -134,6 +143,18 @@ class Lane:
         self._ends = [self.dma.event() for _ in range(QUEUED)]  # of the last batches, round and round
         self._calls: deque[int] = deque(maxlen=QUEUED)  # that each of them took, the last one first
         self._finished = 0
+        self._events: list[Event] = []  # to be used again
+
+    def event(self) -> Event:
+        """An event for ``record``, until it is given back with ``reuse``. From any thread."""
+        try:
+            return self._events.pop()
+        except IndexError:
+            return self.dma.event()
+
+    def reuse(self, event: Event) -> None:
+        """No stream will wait for it, and nothing that asks it counts any more. From any thread."""
+        self._events.append(event)
 
     def due(self) -> Event | None:
         """What has to have happened before another batch is enqueued; None while few are under way."""
@@ -203,7 +224,7 @@ class DmaLane(Lane):
         self._scratch: Memory = device.memory(self.nbytes + ALIGN)
         self._base = aligned(self._scratch.address)
         self._slices: deque[ScratchSlice] = deque()  # oldest first, round the scratch
-        self._events: list[tuple[Event, Event]] = []  # to be used again
+        self._pairs: list[tuple[Event, Event]] = []  # to be used again
 
     def slice(self, nbytes: int, stream: Stream) -> ScratchSlice | None:
         """Scratch for a batch, which ``stream`` will fill; that stream waits for the last uses of it.
@@ -225,13 +246,13 @@ class DmaLane(Lane):
             stream.after(last.done)
             for _ in range(over[-1] + 1):
                 self._retire()
-        events = self._events.pop() if self._events else (self.dma.event(), self.dma.event())
+        events = self._pairs.pop() if self._pairs else (self.dma.event(), self.dma.event())
         self._slices.append(ScratchSlice(first, end, self._base + first, *events))
         return self._slices[-1]
 
     def _retire(self) -> None:
         one = self._slices.popleft()
-        self._events.append((one.arrived, one.done))
+        self._pairs.append((one.arrived, one.done))
 
     def finished(self, scratch: ScratchSlice, stream: Stream, calls: int = 0) -> None:
         """``stream`` has been given the last use of a slice; ``calls`` of the driver enqueued its batch."""

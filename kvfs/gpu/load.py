@@ -6,7 +6,8 @@ arrived against the tables, and leaves out pages that differ.
 How loads overlap, so that the link does not run dry between two of them:
 
 - The load thread runs ``run``: it enqueues all copies, kernels and ends of bands of one load, then begins the next one.
-  A load needs one of UNDER_WAY permits from its first copy to its end.
+  A load needs one of UNDER_WAY permits from its first copy to its end. Where no other is under way, the caller's thread
+  has enqueued the first copies (``kvfs.gpu.head_start``).
 - The end thread runs ``finish`` of one load after the other: it waits for the bands, settles the pages and ends the
   transfer. A load is handed over to it when the end of its first band is enqueued, at the latest when ``run`` returns.
   What a load has to wait for while it is enqueued, such as a disk, delays the end of no earlier load.
@@ -29,40 +30,29 @@ import contextlib
 import logging
 import threading
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from queue import SimpleQueue
 
-from kvfs.gpu.batches import BATCH_CALLS, FLAG, Batches, LayerBand, Window, commands_bytes
+from kvfs.gpu.batches import FLAG, Batches, LayerBand, Window, commands_bytes
 from kvfs.gpu.device import Device
+from kvfs.gpu.head_start import HeadStart, bands_of, cut_runs
 from kvfs.gpu.lane import LaunchQueue
 from kvfs.gpu.page_feed import GroupPages, MatchFeed, PageFeed, RestoreFeed
-from kvfs.gpu.page_source import PageSource, streaks
-from kvfs.gpu.registration_cache import REGION_BYTES, RegionLease
+from kvfs.gpu.page_source import PageSource
 from kvfs.gpu.resources import POLL_SECONDS, SWITCH_SECONDS, GpuTransportContext, wait_for_event
 from kvfs.kernels.work_list import Shape
 from kvfs.pages.chunk_set import bits_of, members, span
 from kvfs.read.plan import Run, plan_runs
 from kvfs.transfer.control import TransferControl
 from kvfs.transfer.load import LoadRequest
-from kvfs.transfer.workers import Attached, fail
+from kvfs.transfer.workers import fail
 from kvfs.types import PageOutcome, TransferState
 
 log = logging.getLogger("kvfs")
-BANDS = 8  # of a layer-wise load, at most
-SMALL_BATCHES = 4  # of a group, about: those towards its end
-#: All of a load in its caller's thread is planned before its first copy. For more than these bytes that takes longer
-#: than the load thread needs for its first window.
-SHORT_BYTES = 128 << 20
-#: Of a band, and of a page's share in it: what smaller ones cost the host exceeds the time of their copies.
-BAND_BYTES_MIN, SHARE_BYTES_MIN = 32 << 20, 128 << 10
 #: The waiter of a load needs about 200 us to wake up. LATER_MAX bounds the loads with deferred cleanup.
 CLEAN_UP_SECONDS, LATER_MAX = 1e-3, 4
-
-
-class _NotReadyError(Exception):
-    """Something has to be waited for."""
 
 
 @dataclass
@@ -95,11 +85,8 @@ class GpuLoad:
         self._request, self._transfer = request, request.transfer
         ahead = request.lookahead
         self._feed: PageFeed = MatchFeed(request, {}) if ahead is None else RestoreFeed(request, ahead)
-        self._planned: dict[int, tuple[list[Run], int]] = {}  # by group number, where all pages are one window
-        self._regions = RegionLease()  # of the plan, whose runs are copied from them
         self._room = 0  # bytes of its first command buffer
-        self._batches = 0  # about, where nothing is under way
-        self._begun = False  # in the caller's thread
+        self._begun: HeadStart | None = None  # in the caller's thread, and taken by this load
         self._groups: list[GroupLoad] = []
         #: (group, band) in order of arrival, from when its end is enqueued until one of the threads sees it
         self._coming: deque[tuple[GroupLoad, LayerBand]] = deque()
@@ -114,13 +101,18 @@ class GpuLoad:
         self._afterwards: list[Callable[[], None]] = []
 
     def run(self) -> None:
-        """On the load thread: enqueue all of it, unless ``run_now`` has begun to and was interrupted."""
-        gpu = self._gpu
-        if self._begun:
+        """On the load thread: enqueue all of it, or go on, unless ``run_now`` has begun to and was interrupted."""
+        gpu, begun, overtaken = self._gpu, self._request.begun, False
+        if self._begun is not None:
             return
-        gpu.turns.begin(self)
+        if isinstance(begun, HeadStart) and begun.resume():
+            self._take(begun)
+        else:
+            overtaken = gpu.turns.begin(self)
         try:
             gpu.device.enter()
+            if overtaken:  # its first copies: nothing reads their scratch
+                gpu.loads.quiet()
             self._feed.begin()
             if wait_for_event(gpu, self._transfer, self._request.after):
                 self._move()
@@ -130,82 +122,27 @@ class GpuLoad:
             self._end_enqueuing()
 
     def run_now(self) -> bool:
-        """In the caller's thread: enqueue all of it, if nothing is under way and nothing has to be waited for."""
-        gpu = self._gpu
-        if not self._is_short() or gpu.device.is_capturing():
+        """In the caller's thread: enqueue the rest, if it has begun there and nothing has to be waited for."""
+        gpu, begun = self._gpu, self._request.begun
+        if not isinstance(begun, HeadStart):
             return False
-        try:
-            if not gpu.turns.begin_alone(self):
+        with gpu.device.current():
+            if not begun.fits or not gpu.loads.has_commands(self._commands_bytes()) or not begun.read_tables():
+                begun.hand_over()
                 return False
-            with gpu.device.current():
-                if not self._is_ready():
-                    return False
-                try:
-                    self._begun = True
-                    self._move()
-                except Exception as exc:
-                    fail(self._transfer, exc)
-                finally:
-                    self._end_enqueuing()
-        finally:
-            if not self._begun:
-                gpu.turns.over(self)
+            try:
+                self._take(begun)
+                self._move()
+            except Exception as exc:
+                fail(self._transfer, exc)
+            finally:
+                self._end_enqueuing()
         return True
 
-    def _is_short(self) -> bool:
-        """Whether it is short, and the lane takes all of it without waiting for a batch, if it is empty."""
-        request, gpu = self._request, self._gpu
-        if gpu.regions is None or not isinstance(self._feed, MatchFeed):
-            return False
-        if sum(len(chunks) * a.page_bytes for a, chunks in request.pages) > SHORT_BYTES:
-            return False
-        self._batches = sum(
-            2 * self._bands_of(a, len(chunks)) + SMALL_BATCHES + len(chunks) * a.page_bytes // gpu.batch_bytes
-            for a, chunks in request.pages if chunks
-        )  # fmt: skip
-        return self._batches > 0 and gpu.loads.takes(self._batches, BATCH_CALLS * self._batches)
-
-    def _is_ready(self) -> bool:
-        """Whether the event has come, and the page cache and registered memory hold all that is needed; plans it."""
-        request, gpu, query = self._request, self._gpu, getattr(self._request.after, "query", None)
+    def _take(self, begun: HeadStart) -> None:
         assert isinstance(self._feed, MatchFeed)
-        try:
-            if query is None or not query() or not gpu.loads.has_commands(self._commands_bytes()):
-                return False
-            self._feed.hold()
-            copies = sum(
-                self._plan_at_once(a, chunks) * self._bands_of(a, len(chunks)) for a, chunks in request.pages if chunks
-            )
-        except _NotReadyError:
-            return False
-        except Exception:  # the load thread meets it again, and accounts for it
-            log.debug("a load cannot be planned in its caller's thread", exc_info=True)
-            return False
-        self._feed.at_once = gpu.loads.takes(self._batches, copies + BATCH_CALLS * self._batches)
-        return self._feed.at_once
-
-    def _plan_at_once(self, a: Attached, chunks: list[int]) -> int:
-        """Plan one group, and read its leaf tables; how many copies it takes. Raises _NotReadyError."""
-        gpu, regions, files = self._gpu, self._gpu.regions, self._gpu.store.files
-        assert regions is not None
-        gm = self._request.match.group(a.group.name).for_part(a.part, a.page_bytes)
-        runs, covered = plan_runs(gm.cut(chunks[0], chunks[-1] - chunks[0] + 1), self._feed.held)
-        shape, copies = gpu.shapes[a.number], 0
-        if not shape.sums or bits_of(chunks) & ~covered:  # the CPU has to make some pages
-            raise _NotReadyError
-        for run in runs:
-            ranges = regions.ranges(run.held, run.offset, run.span, 0, self._regions, register=False)
-            if ranges is None:
-                raise _NotReadyError
-            run.ranges = ranges
-            copies += 1 + run.span // REGION_BYTES
-            if run.leaf:
-                tables = bytearray(run.leaf_bytes * run.count)
-                if not files.read_cached(run.held.fd, memoryview(tables), run.leaf):
-                    raise _NotReadyError
-                run.tables = bytes(tables)
-        self._planned[a.number] = runs, covered
-        return copies
+        self._begun, self._since = begun, begun.since
+        self._feed.begin_with(begun.take(), begun.held, at_once=begun.whole)
 
     def _move(self) -> None:
         self._transfer.enter(TransferState.LOADING)
@@ -215,9 +152,16 @@ class GpuLoad:
                 self._enqueue()
 
     def _end_enqueuing(self) -> None:
+        if (
+            self._begun is not None and self._launches is None
+        ):  # it was stopped; nothing reads its first copies' scratch
+            try:
+                self._gpu.loads.quiet()
+            except Exception as exc:
+                fail(self._transfer, exc)
         self._bands.put(None)
         self._hand_over()
-        self._gpu.turns.enqueued(self)
+        self._gpu.turns.enqueued(self._begun or self)
 
     def _hand_over(self) -> None:
         if not self._handed_over:
@@ -227,7 +171,7 @@ class GpuLoad:
 
     def _enqueue(self) -> None:
         launches = self._launches = LaunchQueue(self._gpu.loads, self._commands_bytes)
-        self._since = self._gpu.store.files.monotonic()
+        self._since = self._since or self._gpu.store.files.monotonic()
         try:
             for pages in self._feed.groups():
                 self._send_group(launches, pages)
@@ -241,13 +185,17 @@ class GpuLoad:
         finally:
             for group in self._groups:
                 group.source.end_reads()
-        if any(group.cut for group in self._groups):  # else the ends of the last bands are the ends of everything
+        if (self._begun is not None and not self._groups) or any(
+            group.cut for group in self._groups
+        ):  # else the ends of the last bands are the ends of everything
             self._gpu.loads.quiet()
 
     def _send_group(self, launches: LaunchQueue, pages: GroupPages) -> None:
         """Without a pause behind the last group, unless that one holds slots of the ring."""
         group = self._begin(launches, pages)
         self._groups.append(group)
+        if self._begun is not None and self._begun.first is not None and len(self._groups) == 1:
+            group.batches.continue_with(self._begun.first)
         self._send(group, sum(len(chunks) * a.page_bytes for a, chunks in pages.later))
         if pages.later and group.source.has_slots:  # which the next group may want
             launches.all()
@@ -263,25 +211,19 @@ class GpuLoad:
         self._room = self._room or sum(
             commands_bytes(
                 shapes[a.number], a.group.granules, pages=len(chunks), units=len(units[a.number]),
-                bands=self._bands_of(a, len(chunks)),
+                bands=bands_of(a, len(chunks), layerwise=self._request.layerwise),
             )
             for a, chunks in self._feed.at_most() if chunks
         )  # fmt: skip
         return self._room
-
-    def _bands_of(self, attached: Attached, pages: int) -> int:
-        """The most bands that so many pages come in."""
-        if not self._request.layerwise:
-            return 1
-        each = attached.page_bytes
-        return max(1, min(BANDS, pages * each // BAND_BYTES_MIN, each // SHARE_BYTES_MIN))
 
     def _begin(self, launches: LaunchQueue, pages: GroupPages) -> GroupLoad:
         gpu, request, a = self._gpu, self._request, pages.attached
         source = PageSource(gpu, self._transfer, pages, self._feed, request.tiers, launches.all)
         batches = Batches(
             gpu, launches, a, source, request.units[a.number], pages.wanted,
-            bands=self._bands_of(a, len(pages.wanted)), first_token=request.first_token, stop=self._stop,
+            bands=bands_of(a, len(pages.wanted), layerwise=request.layerwise), first_token=request.first_token,
+            gentle=request.gentle and gpu.shapes[a.number].kernels and gpu.device.reaches_host, stop=self._stop,
             ended=partial(self._band_enqueued, len(self._groups)),
         )  # fmt: skip
         return GroupLoad(pages, gpu.shapes[a.number], source, batches)
@@ -323,11 +265,11 @@ class GpuLoad:
     def _window(self, group: GroupLoad, now: list[int], left: int) -> Window:
         """Where these pages of a group are stored."""
         chunks = bits_of(now)
-        planned = self._planned.get(group.number)
-        if planned is None:
+        planned = self._begun.planned.get(group.number) if self._begun is not None else None
+        if planned is None or chunks & ~planned[1]:
             planned = plan_runs(group.pages.gm.cut(now[0], now[-1] - now[0] + 1), self._feed.held)
         runs, covered = planned
-        runs = list(_cut(runs, chunks))
+        runs = list(cut_runs(runs, chunks))
         group.runs += runs
         group.covered |= covered & chunks
         return Window(runs, list(members(chunks & ~covered)), left)
@@ -339,7 +281,7 @@ class GpuLoad:
             return [(0, layers)]
         if any(group.source.registered(run) is None for run in window.runs):
             return [(0, layers)]
-        step = -(-layers // self._bands_of(group.pages.attached, len(window)))
+        step = -(-layers // bands_of(group.pages.attached, len(window), layerwise=True))
         return [(first, min(step, layers - first)) for first in range(0, layers, step)]
 
     # -- the end -----------------------------------------------------------------------------
@@ -352,8 +294,8 @@ class GpuLoad:
             groups = self._groups if not self._unknown else []
             for group in groups:  # all of them, even if settling one fails
                 group.source.release()
-            if gpu.regions is not None and not self._unknown:
-                gpu.regions.release(self._regions)
+            if gpu.regions is not None and self._begun is not None and not self._unknown:
+                gpu.regions.release(self._begun.regions)
             for group in groups:
                 self._settle(group)
         except Exception as exc:
@@ -363,7 +305,7 @@ class GpuLoad:
             if self._launches is not None and not self._unknown:
                 self._launches.give_back()
             gpu.arriving.popleft()
-            gpu.turns.over(self)
+            gpu.turns.over(self._begun or self)
             if transfer.calls_back:
                 gpu.callbacks.put(partial(_end, gpu.device, transfer))
             else:
@@ -484,13 +426,3 @@ def _end(device: Device, transfer: TransferControl) -> None:
         device.enter()
     finally:
         transfer.end()
-
-
-def _cut(runs: Sequence[Run], wanted: int) -> Iterator[Run]:
-    """``runs``, without the chunks that are not wanted."""
-    for run in runs:
-        if span(run.chunk, run.count) & ~wanted:
-            for first, count in streaks([bool(wanted >> run.chunk + i & 1) for i in range(run.count)]):
-                yield run.cut(first, count)
-        else:
-            yield run

@@ -101,6 +101,13 @@ class MatchFeed:
     def begin(self) -> None:
         pass
 
+    def begin_with(
+        self, opened: AbstractContextManager[Mapping[int, OpenSegment]] | None, held: Mapping[int, OpenSegment], *,
+        at_once: bool,
+    ) -> None:  # fmt: skip
+        """Hold the segments that were opened for a plan. ``at_once``: of all pages."""
+        self._opened, self.held, self.at_once = opened, held, at_once
+
     def hold(self) -> None:
         if self._opened is not None:
             return

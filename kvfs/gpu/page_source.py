@@ -97,8 +97,9 @@ class PageSource:
 
     def expect(self, runs: Sequence[Run]) -> None:
         """Announce the runs that will be sent, before any of them is."""
-        if self._summed:
-            self._prefetch.expect(run for run in runs if not run.ranges)
+        unknown = [run for run in runs if not run.ranges]
+        if self._summed and unknown:
+            self._prefetch.expect(unknown)
 
     def prepare(self, run: Run) -> None:
         """Begin the reads that a later ``send`` of this run would wait for."""
@@ -116,8 +117,11 @@ class PageSource:
         if lease is not None and self._transfer.own(lease):
             self._reads[run.segment, run.offset] = self._begin(run, lease)
 
-    def send(self, run: Run, target: int) -> Iterator[Run]:
-        """Enqueue the copies of a run, gaps included, to ``target``; yields the parts of it that are coming."""
+    def send(self, run: Run, target: int, pieces: list[tuple[int, int, int]] | None = None) -> Iterator[Run]:
+        """Enqueue the copies of a run, gaps included, to ``target``; yields the parts of it that are coming.
+
+        ``pieces``: takes (source, target, bytes) of those out of registered memory, for the caller to enqueue.
+        """
         dma, reading_ahead = self._context.loads.dma, (run.segment, run.offset) in self._reads
         prefetched = not run.ranges and self._await_prefetch(run)
         ranges = self.registered(run, prefetched=prefetched)
@@ -127,7 +131,10 @@ class PageSource:
         if ranges is not None:
             self._note(run, Tier.DISK if prefetched else Tier.HOST)
             for address, nbytes in ranges:
-                dma.copy_in(target, address, nbytes)
+                if pieces is None:
+                    dma.copy_in(target, address, nbytes)
+                else:
+                    pieces.append((address, target, nbytes))
                 target += nbytes
             yield run
             return
@@ -148,6 +155,10 @@ class PageSource:
             yield from (part.cut(first, count) for first, count in streaks(good))
             self._refuse([(part.chunk + i, part.seqs[i]) for i, fine in enumerate(good) if not fine], part.segment)
             done += part.count
+
+    def note_in_place(self, run: Run) -> None:
+        """The copies of a registered run are enqueued, by another."""
+        self._note(run, Tier.HOST)
 
     def _await_prefetch(self, run: Run) -> bool:
         if self._prefetch.has(run):

@@ -15,10 +15,10 @@ from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
 from kvfs.format.checksums import LEAF_BYTES
-from kvfs.gpu.device import Event
+from kvfs.gpu.device import OUT_PROGRAMS, Event
 from kvfs.gpu.lane import ALIGN, BATCHES, CommandBuffer
 from kvfs.gpu.resources import SAVE_POLL_SECONDS, YIELD_SECONDS, GpuTransportContext, wait_for_event, wait_until
-from kvfs.kernels.work_list import GRANULE_WORDS, HEAD_WORDS, WORD, granule_words, pack
+from kvfs.kernels.work_list import GRANULE_WORDS, HEAD_WORDS, WORD, granule_words, pack, pack_pieces
 from kvfs.pages.layout import Group
 from kvfs.transfer.save import Batch, Save
 from kvfs.transfer.staging import Lease, SlotState
@@ -161,7 +161,7 @@ class GpuSave(Save):
     def _commands_bytes(self, attached: Attached, pages: int) -> int:
         """Room that a group needs in the command buffer, at most: if each page is a batch of its own."""
         shape, granules = self.gpu.shapes[attached.number], attached.group.granules
-        words = (granules * (GRANULE_WORDS + shape.layers) + HEAD_WORDS) * WORD + 3 * ALIGN
+        words = (granules * (GRANULE_WORDS + shape.layers) + HEAD_WORDS) * WORD + 4 * ALIGN
         return len(self.units[attached.number]) * WORD + pages * words + ALIGN
 
     def _send_ids(self, attached: Attached, commands: CommandBuffer) -> tuple[int, int]:
@@ -182,18 +182,27 @@ class GpuSave(Save):
         words = _words(chunks, group, stride, shape.layers * shape.leaf_bytes)
         nbytes = len(chunks) * group.granules * shape.layers * LEAF_BYTES
         tables = commands.room(nbytes)
+        pieces = [
+            (scratch.address + first * stride, gpu.ring_address + at, count * stride)
+            for first, count, at in lease.ranges()
+        ]
+        if shape.sums:
+            pieces.append((commands.address(tables), commands.back_address(tables), nbytes))
+        gentle = self.gentle and shape.kernels and gpu.device.reaches_host
+        out = commands.put(pack_pieces(pieces)) if gentle else -1
         work = commands.put(pack(
             shape, words, scratch=scratch.address, unit_ids=commands.address(units[0]), units=units[1], flags=0,
             leaves=commands.address(tables), buffers=gpu.tables[attached.number].address,
         ))  # fmt: skip
-        commands.send(lane.kernels, work)
+        commands.send(lane.kernels, out if gentle else work)
         launch = commands.work(work, commands.words(*units))
         lane.kernels.gather(launch, shape)
         lane.dma.after(lane.kernels.record(scratch.arrived))
-        for first, count, at in lease.ranges():
-            lane.dma.copy_out(gpu.ring_address + at, scratch.address + first * stride, count * stride)
-        if shape.sums:
-            commands.fetch(lane.dma, tables, nbytes, into=tables)
+        if gentle:
+            lane.dma.copy_pieces(commands.work(out, commands.words(out, 0)), programs=OUT_PROGRAMS)
+        else:
+            for source, target, size in pieces:
+                lane.dma.copy_out(target, source, size)
         lane.finished(scratch, lane.dma)
         return _Flight(batch, lane.dma.record(), commands, tables if shape.sums else -1, step)
 

@@ -16,14 +16,40 @@ class Turns:
         self._lock = threading.RLock()
         self._changed = threading.Condition(self._lock)
         self._enqueued_now: object = None
+        self._handed_over: object = None  # the same, if its first copies are enqueued and the load thread is to go on
         self._under_way: set[object] = set()
         self._closed = False
 
-    def begin(self, load: object) -> None:
-        """Wait until ``load`` may be enqueued. For the load thread."""
+    def begin(self, load: object) -> bool:
+        """Wait until ``load`` may be enqueued. For the load thread. True if a load that was handed over is overtaken,
+        whose turn is over then: it was handed over behind this one."""
+
+        def mine() -> bool:
+            others = self._under_way - {self._handed_over}
+            return self._enqueued_now in (None, self._handed_over) and len(others) < self._most
+
         with self._lock:
-            self._changed.wait_for(lambda: self._enqueued_now is None and len(self._under_way) < self._most)
+            self._changed.wait_for(mine)
+            overtaken = self._handed_over
+            if overtaken is not None:
+                self.over(overtaken)
             self._take(load)
+            return overtaken is not None
+
+    def hand_over(self, load: object) -> None:
+        """From now on the load thread enqueues it."""
+        with self._lock:
+            if self._enqueued_now is load:
+                self._handed_over = load
+                self._changed.notify_all()
+
+    def resume(self, load: object) -> bool:
+        """Whether ``load``, which was handed over, still has its turn. For the load thread."""
+        with self._lock:
+            kept = self._handed_over is load
+            if kept:
+                self._handed_over = None
+            return kept
 
     def begin_alone(self, load: object) -> bool:
         """Whether ``load`` may be enqueued, because no other is under way; does not wait."""
@@ -41,7 +67,7 @@ class Turns:
         """All of it is enqueued: the next one may be."""
         with self._lock:
             if self._enqueued_now is load:
-                self._enqueued_now = None
+                self._enqueued_now = self._handed_over = None
                 self._changed.notify_all()
 
     def over(self, load: object) -> None:

@@ -15,9 +15,12 @@ from typing import Any
 _PORTABLE, _READ_ONLY = 1, 8
 _HOST, _DEVICE = 1, 2  # CUmemorytype
 _RELAXED = 2  # CUstreamCaptureMode
+_NON_BLOCKING = 1  # CU_STREAM_NON_BLOCKING: it does not wait for the default stream
 IPC_BYTES = 64  # of a CUipcMemHandle
 _LAZY_PEER_ACCESS = 1  # CU_IPC_MEM_LAZY_ENABLE_PEER_ACCESS
-_NOT_REGISTERED = (4, 709, 713)  # CUresult: driver shut down, context destroyed, or memory not registered
+_REACHES_HOST = (91, 113)  # CUdevice_attribute: registered memory has one address; it may be read-only
+_ENDED = (4, 709)  # CUresult: driver shut down, or context destroyed
+_NOT_REGISTERED = (*_ENDED, 713)  # or memory not registered
 
 _Pointer, _Size, _Device, _Stream = ctypes.c_void_p, ctypes.c_size_t, ctypes.c_uint64, ctypes.c_void_p
 
@@ -50,6 +53,10 @@ class _Driver:
         self.copy_in = _typed(quick.cuMemcpyHtoDAsync_v2, _Device, _Pointer, _Size, _Stream)
         self.copy_out = _typed(quick.cuMemcpyDtoHAsync_v2, _Pointer, _Device, _Size, _Stream)
         self.copy_2d = _typed(quick.cuMemcpy2DAsync_v2, _Pointer, _Stream)
+        self.stream_make = _typed(slow.cuStreamCreateWithPriority, _Pointer, ctypes.c_uint, ctypes.c_int)
+        self.stream_end = _typed(slow.cuStreamDestroy_v2, _Stream)
+        self.attribute = _typed(slow.cuDeviceGetAttribute, _Pointer, ctypes.c_int, ctypes.c_int)
+        self.device = _typed(slow.cuDeviceGet, _Pointer, ctypes.c_int)
         self.range_of = _typed(slow.cuMemGetAddressRange_v2, _Pointer, _Pointer, _Device)
         self.ipc_get = _typed(slow.cuIpcGetMemHandle, _Pointer, _Device)
         self.ipc_open = _typed(slow.cuIpcOpenMemHandle_v2, _Pointer, _IpcHandle, ctypes.c_uint)
@@ -90,6 +97,32 @@ def unregister(address: int) -> None:
     code = _driver().unregister(address)
     if code not in _NOT_REGISTERED:
         _driver().check(code, "unregister")
+
+
+def reaches_host(index: int) -> bool:
+    """Whether kernels of a device can use registered memory, read-only maps included, at the host's addresses."""
+    device, value = ctypes.c_int(), ctypes.c_int()
+    _driver().check(_driver().device(ctypes.byref(device), index), f"device {index}")
+    for attribute in _REACHES_HOST:
+        code = _driver().attribute(ctypes.byref(value), attribute, device)
+        if code or not value.value:
+            return False
+    return True
+
+
+def make_stream(priority: int) -> int:
+    """The handle of a new stream in the current context. A lower priority is more urgent; the usual one is 0."""
+    handle = ctypes.c_void_p()
+    _driver().check(_driver().stream_make(ctypes.byref(handle), _NON_BLOCKING, priority), "make a stream")
+    assert handle.value is not None
+    return handle.value
+
+
+def end_stream(handle: int) -> None:
+    """The driver frees it once its work is done."""
+    code = _driver().stream_end(handle)
+    if code not in _ENDED:
+        _driver().check(code, "end a stream")
 
 
 def allocation_of(address: int) -> tuple[int, int]:

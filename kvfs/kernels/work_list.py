@@ -24,7 +24,7 @@ from __future__ import annotations
 
 import math
 from array import array
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -34,6 +34,7 @@ from kvfs.pages.layout import Group, Part
 HEAD_WORDS = 16
 GRANULE_WORDS = 3
 BUFFER_WORDS = 8
+PIECE_WORDS = 3
 WORD = 8
 ROWS_MAX = 128  # of a tile: states x heads
 COLS_MAX = 64  # of a tile: elements of a cell in one buffer
@@ -148,3 +149,13 @@ def head(
         granules, rows, first_row, shape.leaf_bytes, shape.cell_bytes, shape.unit_tokens, units, first_token, scratch,
         unit_ids, flags, leaves, buffers, BUFFER_WORDS + shape.layers, *source,
     ]).tobytes()  # fmt: skip
+
+
+def pack_pieces(pieces: Iterable[tuple[int, int, int]]) -> array[int]:
+    """The list of a launch of ``copy_out``: how many pieces, and of each (source, target, i64 words)."""
+    words = array("q", [0])
+    for source, target, nbytes in pieces:
+        assert nbytes % WORD == 0, f"{nbytes} bytes are no whole words"
+        words.extend((source, target, nbytes // WORD))
+    words[0] = len(words) // PIECE_WORDS
+    return words

@@ -14,7 +14,7 @@ import sys
 from collections.abc import Iterator
 from ctypes import POINTER, c_char_p, c_int, c_int32, c_int64, c_uint32, c_uint64, c_void_p
 
-ABI = 7  # of native/kvfs_native.h
+ABI = 8  # of native/kvfs_native.h
 NAME = "_kvfs_native.so"
 SWITCHED_OFF = "off: KVFS_NATIVE=0"  # a ``state``
 FEATURE_SHA = 1  # of the CPU: its own SHA-256 instructions
@@ -65,10 +65,16 @@ class Prefixes(ctypes.Structure):
     )  # fmt: skip
 
 
+HeadWords = c_int64 * 16  # of a work list: KVFS_HEAD_WORDS
+
+
 class PullPages(ctypes.Structure):
     """kvfs_pull."""
 
-    _fields_ = (("states", c_uint64), ("granules", c_uint64), ("step", c_uint64), ("units_max", c_uint64))
+    _fields_ = (
+        ("states", c_uint64), ("granules", c_uint64), ("step", c_uint64), ("units_max", c_uint64),
+        ("head", HeadWords),
+    )  # fmt: skip
 
 
 class LeaseSlots(ctypes.Structure):
@@ -129,10 +135,10 @@ _FUNCTIONS: dict[str, tuple[object, tuple[object, ...]]] = {
         c_uint64,
         (
             POINTER(Prefixes), POINTER(PullPages), c_void_p, c_void_p, c_void_p, c_uint64, c_uint64, c_void_p, c_void_p,
-            c_void_p,
+            c_void_p, c_void_p,
         ),
     ),
-    "kvfs_unchanged": (c_uint64, (POINTER(Prefixes), c_void_p, c_void_p, c_uint64, c_void_p)),
+    "kvfs_unchanged": (c_uint64, (POINTER(Prefixes), c_void_p, c_void_p, c_void_p, c_uint64, c_void_p)),
     "kvfs_lease": (c_int64, (POINTER(LeaseSlots), c_uint64, c_uint64)),
     "kvfs_lease_entries": (None, (POINTER(LeaseSlots), c_uint64, c_uint64, c_void_p, c_uint64)),
     "kvfs_end_lease": (None, (POINTER(LeaseSlots), c_uint64, c_uint64)),

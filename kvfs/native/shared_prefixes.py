@@ -80,27 +80,32 @@ class SharedPrefixes:
         return Found(entries[:looked], seqs[:looked])
 
     def pull_list(
-        self, pull: PullPages, found: Found, chunks: array[int], pages: range, units: int, leaves: int, words: int
-    ) -> int:
-        """Of ``pages`` (numbers in ``found`` and ``chunks``, u32), those that are as they were found, until one that
-        is not: how many. ``units``, ``leaves``, ``words``: addresses with room for i64 units, leaf tables, and the
-        words of granules (``kvfs.kernels.pull``)."""
+        self, pull: PullPages, found: Found, chunks: array[int], first: int, batches: array[int], units: int,
+        leaves: int, words: int,
+    ) -> int:  # fmt: skip
+        """Of the pages from number ``first`` of ``found`` and ``chunks`` (u32) on, as many as ``batches`` (u32) adds up
+        to, those that are as they were found, until one that is not: how many. ``units``, ``leaves``, ``words``:
+        addresses with room for i64 units, leaf tables, and a work list for each batch (``kvfs.kernels.pull``)."""
         entries, seqs = found
-        assert pages.stop <= len(entries) == len(seqs) == len(chunks)
-        first = pages.start
+        count = sum(batches)
+        assert first + count <= len(entries) == len(seqs) == len(chunks) and 0 not in batches
         return int(self._native.kvfs_pull_list(
             self._table, pull, _address(entries) + 4 * first, _address(seqs) + 8 * first, _address(chunks) + 4 * first,
-            len(pages), first, units, leaves, words,
+            count, first, _address(batches), units, leaves, words,
         ))  # fmt: skip
 
-    def unchanged(self, found: Found) -> bytearray:
-        """1 for each page that is as it was found."""
-        good = bytearray(len(found.entries))
-        if good:
-            self._native.kvfs_unchanged(
-                self._table, _address(found.entries), _address(found.seqs), len(good), _writable(good)
-            )
-        return good
+    def unchanged(self, found: Found, count: int, flags: int = 0) -> bytearray | None:
+        """1 for each of the first ``count`` pages that is as it was found, and whose flag is 0; None: all are.
+
+        ``flags``: address of one i32 for each page; 0: none.
+        """
+        assert count <= len(found.entries)
+        good = bytearray(count)
+        if not count:
+            return None
+        entries, seqs = _address(found.entries), _address(found.seqs)
+        same = self._native.kvfs_unchanged(self._table, entries, seqs, flags or None, count, _writable(good))
+        return good if same < count else None
 
 
 def _writable(data: bytearray) -> int:

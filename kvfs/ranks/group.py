@@ -39,8 +39,11 @@ log = logging.getLogger("kvfs")
 LOAD_SECONDS, PUBLISH_SECONDS, CLOSE_SECONDS = 30.0, 2.0, 10.0
 QUEUE_MAX = 256  # pulls, and publications, that have not ended
 CHECK_SECONDS = 1.0  # between two looks at who is alive
-#: A pull of at most so many bytes is enqueued by the caller: to wake a thread takes a tenth of its time and more.
-INLINE_BYTES = 640 << 20
+#: A pull of at most so many bytes is enqueued by the caller: to wake a thread takes longer than to enqueue it.
+INLINE_BYTES = 5 << 30
+HELPED_SECONDS = 1e-3  # between two looks at copies that a waiter looks at
+#: A waiter asks without a pause once a link of so many bytes a second might have done it, for so long.
+LINK_BYTES, SPIN_SECONDS = 450e9, 5e-4
 
 
 class RankGroup:
@@ -172,30 +175,29 @@ class RankGroup:
         ids = checked_units(self._pools.attached, units, first_unit)
         wanted = {}
         for name, a in self._pools.attached.items():
-            mine = ids.get(a.number, UnitIds("q"))
-            check_enough(a, mine, plan.needed(name))
-            wanted[name] = bits_of(to_load(a, mine, plan.needed(name)))
-        files = self._pools.files
+            mine, chunks = ids.get(a.number, UnitIds("q")), plan.needed(name)
+            check_enough(a, mine, chunks)
+            wanted[name] = bits_of(chunks if mine.complete else to_load(a, mine, chunks))
+        job = _Load(self, plan, ids, wanted, after, first_token)
         numbers = {name: a.number for name, a in self._pools.attached.items()}
         groups = {a.number: (a.group.name, a.group.layers, a.page_bytes) for a in self._pools.attached.values()}
-        job = _Load(self, plan, ids, wanted, after, first_token)
         task = TransferTask(
-            "load", {numbers[name]: bits for name, bits in wanted.items()}, groups, files.monotonic() + deadline,
-            job.summary, None, on_done,
+            "load", {numbers[name]: bits for name, bits in wanted.items()}, groups,
+            self._pools.files.monotonic() + deadline, job.summary, None, on_done,
         )  # fmt: skip
+        begun = job.begin()  # before the rest, which is done while the GPU copies
         transfer = job.transfer = TransferControl(task, self._forget)
         handle = Transfer(transfer)
         with self._lock:
-            busy = len(self._unfinished) >= QUEUE_MAX or self._closed
-            if not busy:
+            reason = "closed" if self._closed else "busy" if len(self._unfinished) >= QUEUE_MAX else ""
+            if not reason:
                 self._unfinished.add(transfer)
-        if busy:
-            transfer.stop("busy")
+        if reason:
+            transfer.stop(reason)
+        if reason and not begun:
             transfer.end()
             return handle
-        job.start_store(deadline)
-        if not job.run_here():
-            self._pulls.put(job.run)
+        job.go_on(begun, deadline)
         self._look_soon()
         return handle
 
@@ -332,6 +334,7 @@ class RankGroup:
                 return
             self._closed = True
         end = time.monotonic() + timeout
+        self._publisher.close()
         self._own.close()  # peers see that this rank has ended
         for threads in (self._pulls, self._publications):
             threads.close(max(0.1, end - time.monotonic()))
@@ -339,7 +342,7 @@ class RankGroup:
             transfer.stop("closed")
             transfer.try_end()
         self._unfinished.dismiss()
-        with self._pools.device.current():
+        with self._pulling, self._pools.device.current():  # a caller of ``load`` may be enqueuing
             self._lane.wait()
             for memory in self._memories.values():
                 memory.close()
@@ -370,6 +373,9 @@ class _Load:
         self._inner_pages: list[PageDone] = []
         self._parts = 1  # that have not ended: the pull, and the load from the store
         self._pull: Pull | None = None
+        self._error: Exception | None = None  # of enqueuing it
+        self._finishing, self._settling = threading.Lock(), False
+        self._helpers = 0  # waiters that look for the end
         self._moving = contextlib.ExitStack()
 
     # -- the store ---------------------------------------------------------------------------
@@ -433,21 +439,51 @@ class _Load:
             for name, (chunks, _) in pages.groups.items()
         )
 
-    def run_here(self) -> bool:
-        """Enqueue a small pull on the caller's thread; False: it is not small, or another one is being enqueued."""
+    def _may_begin(self) -> bool:
+        """Whether the caller's thread can enqueue the pull without waiting."""
         group = self._group
-        query = getattr(self._after, "query", None)
-        if self._nbytes() > INLINE_BYTES or (query is not None and not query()):
+        query, due = getattr(self._after, "query", None), group._lane.due()
+        if (query is not None and not query()) or (due is not None and not due.query()):
             return False
-        if group._pools.device.is_capturing() or not group._pulling.acquire(blocking=False):
+        return (
+            self._nbytes() <= INLINE_BYTES and len(group._unfinished) < QUEUE_MAX
+            and not group._pools.device.is_capturing()
+        )  # fmt: skip
+
+    def begin(self) -> bool:
+        """Enqueue the pull on the caller's thread, before the transfer is there; False: that would have to wait."""
+        group = self._group
+        if not self._may_begin() or not group._pulling.acquire(blocking=False):
             return False
         try:
+            if group._closed:
+                return False
             with group._pools.device.current():
-                self._enqueue(lambda: not self.transfer.stopped)
+                self._enqueue(lambda: True)
         finally:
             group._pulling.release()
-        group._pulls.put(self._finish)
         return True
+
+    def go_on(self, begun: bool, deadline: float) -> None:
+        """Once the transfer is there: all that ``begin`` has left."""
+        transfer, group = self.transfer, self._group
+        if begun:
+            transfer.enter(TransferState.LOADING)
+            self._moving.enter_context(transfer.step(tell=False))
+            if self._error is not None:
+                fail(transfer, self._error)
+            if self._pull is not None:
+                transfer.expect(self._pull.outcomes())
+        if not transfer.stopped:
+            self.start_store(deadline)
+        if begun and self._inner is None and not transfer.calls_back:
+            transfer.done.help_with(self._help)
+        with group._lock:  # no thread runs what is put behind the end
+            closed = group._closed
+            if not closed:
+                group._pulls.put(self._finish if begun else self.run)
+        if closed:
+            self._finish()
 
     def run(self) -> None:
         """On the thread of pulls: all of it."""
@@ -464,7 +500,11 @@ class _Load:
                 sleep(POLL_SECONDS)
             else:
                 with group._pulling:
-                    self._enqueue(self._may_go_on)
+                    transfer.enter(TransferState.LOADING)
+                    if self._may_go_on() and self._moving.enter_context(transfer.step(tell=False)):
+                        self._enqueue(self._may_go_on)
+                if self._error is not None:
+                    fail(transfer, self._error)
         except Exception as exc:
             fail(transfer, exc)
         self._finish()
@@ -479,42 +519,91 @@ class _Load:
         return False
 
     def _enqueue(self, pause: Any) -> None:
-        transfer, group = self.transfer, self._group
-        transfer.enter(TransferState.LOADING)
-        if not self._moving.enter_context(transfer.step(tell=False)):
-            return
-        self._pull = Pull(group._pools, group._unit_tables, group._lane, transfer, self._ids, self._first_token)
+        """With the lock of pulls held, and the device entered."""
+        group = self._group
+        self._pull = Pull(group._pools, group._unit_tables, group._lane, self._ids, self._first_token)
         try:
             self._pull.enqueue(self._peers(), pause)
         except Exception as exc:
-            fail(transfer, exc)
+            self._error = exc
+
+    # -- the end -----------------------------------------------------------------------------
 
     def _finish(self) -> None:
-        """On the thread of pulls: wait for the copies, settle, and end with the store's part."""
-        transfer, files = self.transfer, self._group._pools.files
+        """On the thread of pulls: wait for the copies, settle, and end with the store's part; unless a waiter does."""
+        files, pull, done = self._group._pools.files, self._pull, self.transfer.done
         try:
             self._group._pools.device.enter()
-            if self._pull is not None:
-                while not self._pull.ended():
-                    files.sleep(POLL_SECONDS)
-                self._pull.settle()
+            while pull is not None and not pull.ended() and not done.is_set():
+                files.sleep(HELPED_SECONDS if self._helpers else POLL_SECONDS)
         except Exception as exc:
-            fail(transfer, exc)
-            if self._pull is not None:
-                self._pull.release()
-        self._end_part()
+            self._settle_and_end(exc)
+        else:
+            self._settle_and_end()
 
-    def _end_part(self) -> None:
-        """The pull has ended, or the load from the store: the last one ends the transfer."""
-        with self._group._lock:
-            self._parts -= 1
-            if self._parts:
+    def _help(self, end: float | None) -> None:
+        """On the thread of a waiter: ask for the end of the copies and finish, with no other thread to wake up.
+
+        If an interrupt breaks that off, the thread of pulls, which comes to it in any case, does it again.
+        """
+        group, pull, clock = self._group, self._pull, time.monotonic
+        if pull is None or group._pools.device.is_capturing():
+            return
+        self._helpers += 1  # one may be lost, or stay: then the thread of pulls looks more often, or more seldom
+        try:
+            with group._pools.device.current():
+                patient = clock() + pull.nbytes / LINK_BYTES
+                hasty = patient + SPIN_SECONDS
+                while not self._ended(pull):
+                    now = clock()
+                    if self.transfer.done.is_set() or (end is not None and now >= end):
+                        return
+                    time.sleep(0.0 if patient <= now < hasty else POLL_SECONDS)
+                self._settle_and_end()
+        finally:
+            self._helpers -= 1
+
+    @staticmethod
+    def _ended(pull: Pull) -> bool:
+        try:
+            return pull.ended()
+        except Exception:  # of a GPU that has failed: the thread of pulls meets it too
+            return False
+
+    def _settle_and_end(self, error: Exception | None = None) -> None:
+        """Once, but again after an interrupt. ``error``: of the GPU; it is not known what has been copied."""
+        transfer = self.transfer
+        with self._finishing:
+            again, self._settling = self._settling, True
+            if transfer.done.is_set():
+                transfer.finish_end()
                 return
-        numbers = {name: a.number for name, a in self._group._pools.attached.items()}
-        for group, chunk, outcome in self._inner_pages:
-            self.transfer.settle(numbers[group], 1 << chunk, outcome)
+            try:
+                if error is not None:
+                    raise error
+                if self._pull is not None:
+                    self._pull.settle(transfer)
+            except Exception as exc:
+                fail(transfer, exc)
+                if self._pull is not None:
+                    self._pull.abandon()
+            self._end_part(again=again)
+
+    def _end_part(self, *, again: bool = False) -> None:
+        """The pull has ended, or the load from the store: the last one ends the transfer."""
+        if self._inner is not None:
+            with self._group._lock:
+                self._parts -= 1
+                if self._parts:
+                    return
+            numbers = {name: a.number for name, a in self._group._pools.attached.items()}
+            for group, chunk, outcome in self._inner_pages:
+                self.transfer.settle(numbers[group], 1 << chunk, outcome)
         self._moving.close()
-        self.transfer.end()
+        if again:
+            self.transfer.end_again()
+        else:
+            self.transfer.end()
 
     def summary(self, done: Outcomes) -> tuple[int, dict[Tier, int]]:
         """Tokens restored, and by tier."""

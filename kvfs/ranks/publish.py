@@ -36,6 +36,7 @@ class Publisher:
         self._pools, self._lane, self._table, self._unit_tables = pools, lane, table, unit_tables
         self._lock = threading.Lock()
         self._epochs = {name: array("Q", [0]) * a.device.units for name, a in pools.attached.items()}
+        self._closed = False
 
     def announce(
         self, hashes: Sequence[bytes], units: dict[int, Any], first: int, after: Any, deadline: float
@@ -107,6 +108,8 @@ class Publisher:
         """The pages whose units have not been retracted since."""
         name, page = batch.attached.group.name, page_of(batch.attached)
         with self._lock:
+            if self._closed:
+                return
             epochs = self._epochs[name]
             same = [epochs[unit] == was for unit, was in zip(batch.units, batch.epochs, strict=True)]
             if all(same):
@@ -133,6 +136,13 @@ class Publisher:
                     epochs[unit] += 1
                 entries.extend(self._table.retract(a.group.name, mine))
         return entries
+
+    def close(self) -> None:
+        """Retract everything: pulls that are under way end with a shorter prefix."""
+        with self._lock:
+            self._closed = True
+            for name, a in self._pools.attached.items():
+                self._table.retract(name, array("I", range(a.device.units)))
 
     def leased(self, entries: array[int]) -> bool:
         return self._table.leased(entries)

@@ -17,6 +17,7 @@ import fcntl
 import json
 import mmap
 import os
+import threading
 import weakref
 from array import array
 from collections.abc import Mapping, Sequence
@@ -180,6 +181,7 @@ class PeerTable:
         self.description: dict[str, Any] = text
         self.instance = str(text["instance"])
         self._files, self._file, self._lease_map = files, file, leases
+        self._lock = threading.Lock()  # of the file: its number may be another file's once it is closed
         self.sections = {s.group: s for s in _sections(text, native, nbytes - start)}
         entries = sum(s.entries for s in self.sections.values())
         if len(leases) < SLOTS * slot_bytes(entries):
@@ -221,13 +223,14 @@ class PeerTable:
 
     def alive(self) -> bool:
         """Whether the process of the rank lives: it holds the lock of its table. False once this is closed."""
-        if self._file.fd < 0:
-            return False
-        free = self._files.flock(self._file.fd, fcntl.LOCK_SH)
-        if free:
-            with contextlib.suppress(OSError):
-                self._files.flock(self._file.fd, fcntl.LOCK_UN)
-        return not free
+        with self._lock:
+            if self._file.fd < 0:
+                return False
+            free = self._files.flock(self._file.fd, fcntl.LOCK_SH)
+            if free:
+                with contextlib.suppress(OSError):
+                    self._files.flock(self._file.fd, fcntl.LOCK_UN)
+            return not free
 
     def reached(self) -> int:
         """The ranks that this one can pull from, as bits."""
@@ -242,9 +245,6 @@ class PeerTable:
         """The entries of a group that the table has."""
         return self._tables[group]
 
-    def unchanged(self, group: str, found: Found) -> bytearray:
-        return self._tables[group].unchanged(found)
-
     def lease(self, found: Mapping[str, Found], seconds: float) -> tuple[int, int] | None:
         """Take a lease on these entries; None if SLOTS others are in force."""
         entries = [(self.sections[group].first, some.entries) for group, some in found.items()]
@@ -256,7 +256,8 @@ class PeerTable:
         self._leases.end(lease)
 
     def close(self) -> None:
-        self._file.close()
+        with self._lock:
+            self._file.close()
 
 
 def now_ms(files: Files) -> int:

@@ -51,7 +51,7 @@ class Latch:
     between, the others notice within _SLICE_SECONDS.
     """
 
-    __slots__ = ("_held", "_is_set", "_lock", "_pid", "_query")
+    __slots__ = ("_held", "_help", "_is_set", "_lock", "_pid", "_query")
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -60,6 +60,7 @@ class Latch:
         self._is_set = False
         self._pid = os.getpid()
         self._query: Callable[[], bool] | None = None
+        self._help: Callable[[float | None], object] | None = None
 
     def is_set(self) -> bool:
         query = self._query
@@ -76,10 +77,17 @@ class Latch:
         """From now on it is also set once ``query`` is true, which callers of ``is_set`` and ``wait`` find out."""
         self._query = query
 
+    def help_with(self, help: Callable[[float | None], object]) -> None:
+        """A waiter calls it first, with the end of its wait (``time.monotonic``, or None): it may do what sets this."""
+        self._help = help
+
     def wait(self, timeout: float | None = None) -> bool:
         """Wait at most ``timeout`` seconds; whether it is set. ConfigError in a forked child."""
         self.check_process()
         end = None if timeout is None else time.monotonic() + timeout
+        help = self._help
+        if help is not None and not self._is_set:
+            help(end)
         while not self.is_set():
             slice_seconds = _SLICE_SECONDS if self._query is None else _QUERY_SECONDS
             left = slice_seconds if end is None else min(slice_seconds, end - time.monotonic())
@@ -95,7 +103,7 @@ class Latch:
             raise ConfigError("this transfer belongs to the parent process: attach again and start a new one here")
 
     def _set(self) -> None:
-        self._is_set, self._query = True, None
+        self._is_set, self._query, self._help = True, None, None
         if self._held:
             with contextlib.suppress(IndexError):  # another thread was quicker
                 self._held.pop().release()
@@ -187,9 +195,9 @@ class TransferControl:
     def _finish(self) -> None:
         with self._lock:
             self.done._set()
-            waiting, self._waiting = self._waiting, ()
-        for call in waiting:
+        for call in self._waiting:
             call()
+        self._waiting = ()
 
     def layer_ready(self, layer: int) -> Latch:
         """See ``Transfer.layer_ready``."""
@@ -249,8 +257,9 @@ class TransferControl:
             yield allowed
         finally:
             with self._lock:
-                self._moving -= allowed
-                self._touching -= allowed and engine
+                if not self._ended:  # else an interrupt has broken this off, and ``end_again`` has done it
+                    self._moving -= allowed
+                    self._touching -= allowed and engine
                 self._cond.notify_all()
             if tell:
                 self._dispatch()
@@ -297,9 +306,9 @@ class TransferControl:
             fresh = self._open.get(group, 0) & chunks
             if not fresh:
                 return
-            self._open[group] ^= fresh
             ended = self._outcomes.setdefault(outcome, {})
             ended[group] = ended.get(group, 0) | fresh
+            self._open[group] ^= fresh  # last: an interrupt before it has these pages recorded again
             if self.task.on_page is not None:
                 name = self.task.groups[group][0]
                 self._events += [partial(self.task.on_page, PageDone(name, chunk, outcome)) for chunk in members(fresh)]
@@ -329,8 +338,22 @@ class TransferControl:
                 return
             assert not self._moving, "a transfer ends while its bytes move"
             self._ended = self._stopped = True
-            leases = list(self._leases)
-        for lease in leases:
+        self.finish_end()
+
+    def end_again(self) -> None:
+        """``end``, by another thread, after an interrupt has broken it off; no byte moves any more."""
+        with self._lock:
+            self._moving = self._touching = 0  # the interrupt may have struck in the end of a step
+            self._cond.notify_all()
+            self._ended = self._stopped = True
+        self.finish_end()
+
+    def finish_end(self) -> None:
+        """The rest of ``end``."""
+        if self.done.is_set():
+            self._finish()
+            return
+        for lease in list(self._leases):
             lease.release()
         self.free_source()
         rest = PageOutcome.CANCELLED if self._reason == "cancelled" else PageOutcome.DECLINED
@@ -369,19 +392,20 @@ class TransferControl:
         """Call what is due. One thread at a time keeps the order; others leave their events to it."""
         interrupt: KeyboardInterrupt | None = None
         while True:
-            with self._lock:
-                if self._dispatching or not self._events:
-                    break
-                self._dispatching = True
-                event = self._events.popleft()
+            mine = False
             try:
+                with self._lock:
+                    if self._dispatching or not self._events:
+                        break
+                    self._dispatching = mine = True
+                    event = self._events.popleft()
                 event()
             except KeyboardInterrupt as exc:
                 interrupt = exc  # raised once those that wait for the end are told
             except BaseException:  # an engine's callback must not end a worker
                 log.exception("a callback of a transfer failed")
-            finally:
-                with self._lock:
+            finally:  # no call in it, where an interrupt would leave this to nobody
+                if mine:
                     self._dispatching = False
         if interrupt is not None:
             raise interrupt

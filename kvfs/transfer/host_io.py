@@ -28,7 +28,7 @@ from kvfs.pages.layout import Part
 from kvfs.read.reader import Reader
 from kvfs.transfer.control import OnDone, OnPage, Summary, TransferControl, TransferTask
 from kvfs.transfer.handle import Transfer
-from kvfs.transfer.load import HostLoad, LoadJob, LoadRequest
+from kvfs.transfer.load import BegunLoad, HostLoad, LoadJob, LoadRequest, Pages
 from kvfs.transfer.outcome import TierAccounting, restored
 from kvfs.transfer.save import Save, stored
 from kvfs.transfer.staging import StagingRing
@@ -137,7 +137,7 @@ class HostIO:
     def save(
         self, plan: SavePlan, units: Units, after: Any = None, deadline: float = SAVE_SECONDS,
         ttl: float | str | None = None, store: bool = True, *, first_unit: int | Mapping[str, int] = 0,
-        attempt: bytes = bytes(8), on_page: OnPage = None, on_done: OnDone = None,
+        attempt: bytes = bytes(8), gentle: bool = False, on_page: OnPage = None, on_done: OnDone = None,
     ) -> Transfer:  # fmt: skip
         """Store the pages of ``plan`` that this rank is to write, out of ``units``.
 
@@ -150,8 +150,11 @@ class HostIO:
         are missing, are declined. In groups of full attention the first decline ends the save, and nothing behind it
         is stored in any group, unless the plan is of keys. Among replicas page c is written by rank c % count.
         ``store=False``: only the callbacks.
-        ``attempt``: 8 bytes that all ranks of one save share. ``on_page`` and ``on_done`` are called on the threads
-        of the transport, one call at a time: they must not wait for a transfer.
+        ``attempt``: 8 bytes that all ranks of one save share. ``gentle``: requests generate tokens meanwhile, so on a
+        GPU a kernel copies: the copy engine would make the small copies of their steps wait for all of the save, 19 ms
+        for each GiB. Next to a prefill the copy engine costs less.
+        ``on_page`` and ``on_done`` are called on the threads of the transport, one call at a time: they must not wait
+        for a transfer.
         Raises ConfigError for bad arguments and StoreReadOnlyError; everything else is in the result.
         """
         self._check_open()
@@ -179,7 +182,7 @@ class HostIO:
             return _refuse(handle, transfer, "disabled")
         save = self._save(
             self._context, transfer, _prompt_of(plan), pages, ids, after, expires, segment_class, attempt,
-            [pool.put for pool in self._writes],
+            [pool.put for pool in self._writes], gentle=gentle,
         )  # fmt: skip
         save.cut_to_source()
         return self._submit(handle, transfer, self._copies, save.run)
@@ -187,7 +190,7 @@ class HostIO:
     def load(
         self, match: PrefixMatch, units: Units, after: Any = None, deadline: float = LOAD_SECONDS,
         first_token: int = 0, *, first_unit: int | Mapping[str, int] = 0, layerwise: bool = False,
-        on_page: OnPage = None, on_done: OnDone = None, at_once: bool = False,
+        gentle: bool = False, on_page: OnPage = None, on_done: OnDone = None, at_once: bool = False,
     ) -> Transfer:  # fmt: skip
         """Load the pages of ``match`` into ``units`` (as in ``save``; -1 = leave alone), from ``first_token`` on.
 
@@ -195,7 +198,8 @@ class HostIO:
         and those of units -1 already. Behind it each state is either untouched or the verified one: unverified bytes
         never reach a unit. Pages of keys are loaded one by one, also behind one that fails: ``on_page`` tells which.
         The match may have been made for larger parts, or in another process. ``layerwise``: the first layers of all
-        pages come first, where the transport can do that (``Transfer.layer_ready``). ``at_once``: the caller calls
+        pages come first, where the transport can do that (``Transfer.layer_ready``). ``gentle``: as in ``save``, for
+        what comes whole out of registered memory; it takes a tenth longer. ``at_once``: the caller calls
         ``load_at_once`` next, so no thread begins a load that this may copy.
         """
         self._check_open()
@@ -205,18 +209,30 @@ class HostIO:
         ids = checked_units(self._attached, units, first_unit)
         order = sorted(self._attached.values(), key=lambda a: a.group.need.kind == "all")
         pages = [(a, self._wanted(match, a, ids.get(a.number, UnitIds("q")), first_token)) for a in order]
-        tiers, names = TierAccounting(), {a.number: a.group.name for a in self._attached.values()}
-        task = self._task(
-            "load", pages, deadline, after, on_page, on_done,
-            lambda done: restored(match, names, done, tiers, first_token),
-        )  # fmt: skip
-        hold = match.hold if match.hold is not None and match.hold.acquire() else None
-        transfer = TransferControl(task, partial(self._forget_load, hold))
-        handle = Transfer(transfer)
-        request = LoadRequest(self._context, transfer, match, pages, ids, after, first_token, tiers, layerwise)
-        job = self._load(request)
-        keep = at_once and isinstance(job, HostLoad) and job.is_small
-        return self._submit(handle, transfer, self._reads, job.run, job.run_now, self._kept.append if keep else None)
+        begun = None if gentle else self._begin_load(match, pages, after, layerwise=layerwise)
+        try:
+            tiers, names = TierAccounting(), {a.number: a.group.name for a in self._attached.values()}
+            task = self._task(
+                "load", pages, deadline, after, on_page, on_done,
+                lambda done: restored(match, names, done, tiers, first_token),
+            )  # fmt: skip
+            hold = match.hold if match.hold is not None and match.hold.acquire() else None
+            transfer = TransferControl(task, partial(self._forget_load, hold))
+            handle = Transfer(transfer)
+            request = LoadRequest(
+                self._context, transfer, match, pages, ids, after, first_token, tiers, layerwise, begun=begun,
+                gentle=gentle,
+            )  # fmt: skip
+            job = self._load(request)
+            put = self._kept.append if at_once and isinstance(job, HostLoad) and job.is_small else None
+            return self._submit(handle, transfer, self._reads, job.run, job.run_now, put)
+        finally:
+            if begun is not None:
+                begun.drop()
+
+    def _begin_load(self, match: PrefixMatch, pages: Pages, after: Any, *, layerwise: bool) -> BegunLoad | None:
+        """Begin what needs no transfer; None if there is nothing of that kind."""
+        return None
 
     def restore(
         self, token_ids: TokensLike, units: Units, after: Any = None, deadline: float = LOAD_SECONDS,

@@ -23,6 +23,13 @@ Pages: TypeAlias = "Sequence[tuple[Attached, list[int]]]"
 AT_ONCE_BYTES = 8 << 20  # of a load that an engine's own thread may copy: about 2 ms
 
 
+class BegunLoad(Protocol):
+    """What a transport has begun of a load before there was a transfer."""
+
+    def drop(self) -> None:
+        """Undo it, unless the load has taken it. May be called again."""
+
+
 @dataclass(frozen=True)
 class LoadRequest:
     """What a load is to do, for the host transport and for the GPU transport.
@@ -40,6 +47,8 @@ class LoadRequest:
     tiers: TierAccounting
     layerwise: bool = False  # ignored by the host transport: pages come whole
     lookahead: Lookahead | None = None
+    begun: BegunLoad | None = None
+    gentle: bool = False  # likewise
 
 
 def finish_lookup(request: LoadRequest) -> LoadRequest:

@@ -50,6 +50,7 @@ class Save:
     segment_class: SegmentClass
     attempt: bytes
     writers: Sequence[Callable[[Callable[[], None]], None]]  # of the write lanes: each runs its calls in order
+    gentle: bool = False  # ignored by the host transport
     limit: int = 1 << 62  # pages from this chunk on are useless: a group of full attention has declined one
     _unwritten: int = 0
     _handed: int = 0  # batches

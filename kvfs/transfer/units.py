@@ -56,9 +56,12 @@ def checked_units(
             raise ConfigError(
                 f"units of group {name} reach from {low} to {high}: pass ids in 0..{a.device.units - 1}, -1 for none"
             )
-        ids[a.number] = found = UnitIds("q", _NONE * before.get(name, 0))
-        found.extend(numbers)
-        found.complete = low >= 0 and len(found) == len(numbers)
+        found = numbers
+        if before.get(name):
+            found = UnitIds("q", _NONE * before[name])
+            found.extend(numbers)
+        found.complete = low >= 0 and found is numbers
+        ids[a.number] = found
     return ids
 
 

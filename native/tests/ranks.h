@@ -32,8 +32,10 @@ static void check_ranks(void) {
         }
         uint8_t hash[32], good;
         uint32_t entry, chunk = 5;
-        int64_t there[PER_PAGE], words[2 * KVFS_GRANULE_WORDS];
-        kvfs_pull pull = {32, 2, 16, UNITS};
+        int64_t there[PER_PAGE], words[KVFS_HEAD_WORDS + 2 * KVFS_GRANULE_WORDS], *of = words + KVFS_HEAD_WORDS;
+        kvfs_pull pull = {32, 2, 16, UNITS, {0, 7}};
+        const uint32_t batch = 1;
+        const int32_t flags[2] = {0, 1};
         uint64_t seq, leaves[LEAVES], where = PAGES;
         page_hash(page, hash);
         for (int i = 0; i < PAGES; i++)
@@ -41,20 +43,43 @@ static void check_ranks(void) {
         CHECK(kvfs_held(&p, hash, 1, 9, &entry, &seq) == 1);
         CHECK((entry != 0xffffffff) == (where < PAGES)); /* there is room for every page: none is replaced */
         if (where == PAGES) continue;
-        CHECK(kvfs_pull_list(&p, &pull, &entry, &seq, &chunk, 1, 9, there, leaves, words) == 1);
+        CHECK(kvfs_pull_list(&p, &pull, &entry, &seq, &chunk, 1, 9, &batch, there, leaves, words) == 1);
         CHECK(there[0] == (int64_t)(2 * where) && there[1] == there[0] + 1);
         CHECK(leaves[0] == page && leaves[1] == (page ^ 7));
-        CHECK(words[0] == 0 && words[1] == 160 && words[2] == 9 && words[3] == 16 && words[4] == 176 && words[5] == 9);
+        CHECK(words[0] == 2 && words[1] == 7 && words[KVFS_HEAD_LEAVES] == 0);
+        CHECK(of[0] == 0 && of[1] == 160 && of[2] == 9 && of[3] == 16 && of[4] == 176 && of[5] == 9);
         pull.units_max = 2 * where; /* a unit too high */
-        CHECK(kvfs_pull_list(&p, &pull, &entry, &seq, &chunk, 1, 9, there, leaves, words) == 0);
+        CHECK(kvfs_pull_list(&p, &pull, &entry, &seq, &chunk, 1, 9, &batch, there, leaves, words) == 0);
         pull.units_max = UNITS;
-        CHECK(kvfs_unchanged(&p, &entry, &seq, 1, &good) == 1);
+        CHECK(kvfs_unchanged(&p, &entry, &seq, NULL, 1, &good) == 1 && good);
+        CHECK(kvfs_unchanged(&p, &entry, &seq, flags, 1, &good) == 1 && good);
+        CHECK(kvfs_unchanged(&p, &entry, &seq, flags + 1, 1, &good) == 0 && !good);
         uint32_t reused[1] = {(uint32_t)(2 * where + 1)};
         CHECK(kvfs_retract(&p, held, reused, 1, out) == 1 && out[0] == entry);
         shown[where] = 0;
-        CHECK(kvfs_unchanged(&p, &entry, &seq, 1, &good) == 0 && !good);
-        CHECK(kvfs_pull_list(&p, &pull, &entry, &seq, &chunk, 1, 9, there, leaves, words) == 0);
+        CHECK(kvfs_unchanged(&p, &entry, &seq, NULL, 1, &good) == 0 && !good);
+        CHECK(kvfs_pull_list(&p, &pull, &entry, &seq, &chunk, 1, 9, &batch, there, leaves, words) == 0);
     }
+
+    /* three pages in two work lists, each of which has its own leaves; a page that is gone ends the last one */
+    memset(memory, 0, sizeof memory);
+    memset(held, 0xff, sizeof held);
+    uint8_t hashes[3 * 32];
+    uint32_t subs[3] = {0}, pairs[6] = {0, 1, 2, 3, 4, 5}, found[3], chunks[3] = {4, 5, 6}, batches[] = {2, 1};
+    uint64_t sums[9] = {1, 2, 3, 4, 5, 6, 7, 8, 9}, seqs[3], copied[9];
+    int64_t there[6], lists[2 * KVFS_HEAD_WORDS + 3 * 2 * KVFS_GRANULE_WORDS];
+    kvfs_pull pull = {32, 2, 16, UNITS, {0, 7, [KVFS_HEAD_LEAVES] = 1000}};
+    for (uint64_t i = 0; i < 3; i++) page_hash(i + 1, hashes + 32 * i);
+    kvfs_publish(&p, held, hashes, subs, pairs, sums, 3, 1);
+    CHECK(kvfs_held(&p, hashes, 3, 1, found, seqs) == 3);
+    CHECK(kvfs_pull_list(&p, &pull, found, seqs, chunks, 3, 9, batches, there, copied, lists) == 3);
+    int64_t *second_list = lists + KVFS_HEAD_WORDS + 2 * 2 * KVFS_GRANULE_WORDS, *list = second_list + KVFS_HEAD_WORDS;
+    CHECK(lists[0] == 4 && lists[KVFS_HEAD_LEAVES] == 1000);
+    CHECK(second_list[0] == 2 && second_list[1] == 7 && second_list[KVFS_HEAD_LEAVES] == 1000 + 8 * 2 * LEAVES);
+    CHECK(list[0] == 64 && list[1] == 192 && list[2] == 11 && there[5] == 5 && !memcmp(sums, copied, sizeof sums));
+    uint32_t gone[PER_PAGE], last = 2;
+    CHECK(kvfs_retract(&p, held, &last, 1, gone) == 1);
+    CHECK(kvfs_pull_list(&p, &pull, found, seqs, chunks, 3, 9, batches, there, copied, lists) == 1 && lists[0] == 2);
 
     static _Alignas(8) uint8_t slots[4 * 24];
     kvfs_leases l = {slots, 4, 24}; /* 128 entries */

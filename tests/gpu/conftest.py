@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 import kvfs
-from kvfs.gpu import load as gpu_load
+from kvfs.gpu import head_start
 from tests.transfer.conftest import patience
 
 __all__ = ["patience"]  # a fixture
@@ -30,5 +30,5 @@ def ns(store: kvfs.Store) -> kvfs.Namespace:
 @pytest.fixture(autouse=True)
 def small_bands(monkeypatch: pytest.MonkeyPatch) -> None:
     """Layer-wise loads of a few pages come in as many bands as large ones."""
-    monkeypatch.setattr(gpu_load, "BAND_BYTES_MIN", 1)
-    monkeypatch.setattr(gpu_load, "SHARE_BYTES_MIN", 1)
+    monkeypatch.setattr(head_start, "BAND_BYTES_MIN", 1)
+    monkeypatch.setattr(head_start, "SHARE_BYTES_MIN", 1)

@@ -24,11 +24,11 @@ import numpy as np
 import torch
 import xxhash
 
-from kvfs.gpu.device import Event, Pinned, Stream
-from kvfs.kernels import cells, pull, torch_fallback, unit_sums, xxh3
+from kvfs.gpu.device import OUT_PROGRAMS, Event, Pinned, Stream
+from kvfs.kernels import cells, pieces, pull, torch_fallback, unit_sums, xxh3
 from kvfs.kernels.driver import IPC_BYTES, CudaError
 from kvfs.kernels.moves import MOVE_WORDS, Tiles
-from kvfs.kernels.work_list import BUFFER_WORDS, GRANULE_WORDS, HEAD_WORDS, Shape, Work
+from kvfs.kernels.work_list import BUFFER_WORDS, GRANULE_WORDS, HEAD_WORDS, PIECE_WORDS, WORD, Shape, Work
 
 _INTERPRETER = threading.Lock()  # Triton's interpreter replaces functions of its language while a kernel runs
 
@@ -121,6 +121,20 @@ class SimulatedStream:
             assert shape.sums
             self._sum(work, shape, check=True)
         self._move(work, shape, to_page=False)
+
+    def copy_pieces(self, work: Work, *, programs: int) -> None:
+        words = work.host[1 : 1 + work.host[0] * PIECE_WORDS].tolist()
+        listed = [words[i : i + PIECE_WORDS] for i in range(0, len(words), PIECE_WORDS)]
+        for source, target, count in listed:
+            host, own = (target, source) if programs == OUT_PROGRAMS else (source, target)
+            self._device.check_host(host, count * WORD)
+            self._device.check_own(own, count * WORD)
+        if self._device.interpreted:
+            with _INTERPRETER:
+                pieces.copy_pieces(work.words, programs=2)
+        else:
+            for source, target, count in listed:
+                ctypes.memmove(target, source, count * WORD)
 
     def pull(self, work: Work, tiles: Sequence[Tiles]) -> None:
         self._launched()
@@ -244,7 +258,7 @@ class SimulatedDevice:
     ``interpreted``: the Triton kernels run, under the interpreter.
     """
 
-    name = "host"
+    name, reaches_host = "host", True
 
     def __init__(
         self, *, refuse: bool = False, triton: bool = True, interpreted: bool = False, pinned_max: int = 1 << 30

@@ -397,6 +397,18 @@ def test_pages_that_were_used_last_are_registered_before_the_first_load(store: k
     assert target.same(source, 32)
 
 
+def test_no_stream_of_torch_is_one_of_kvfs(store: kvfs.Store) -> None:
+    """torch deals 32 streams of a pool out again and again: work of kvfs on the engine's stream would end a capture."""
+    ns, rank = store.namespace("model", LAYOUT, "1"), Rank()
+    with ns.attach(rank.kv) as io:
+        gpu = io._gpu_context
+        mine = {lane.kernels._handle for lane in (gpu.loads, gpu.saves)} | {
+            lane.dma._handle for lane in (gpu.loads, gpu.saves)
+        }
+        pool = {torch.cuda.Stream(priority=p).cuda_stream for _ in range(64) for p in (0, -1)}
+        assert len(mine) >= 3 and not mine & pool
+
+
 def test_graphs_are_captured_while_pages_are_moved_and_registered(
     store: kvfs.Store, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -14,9 +14,9 @@ pytest.importorskip("triton", reason="the GPU transport needs triton")
 
 import kvfs
 from kvfs import TransferState
-from kvfs.gpu import batches, lane
-from kvfs.gpu import load as gpu_load
+from kvfs.gpu import batches, head_start, lane, page_feed
 from kvfs.gpu.gpu_io import GpuIO
+from kvfs.gpu.head_start import HeadStart
 from kvfs.gpu.load import GpuLoad
 from kvfs.gpu.resources import LinkPace
 from kvfs.gpu.turns import Turns
@@ -154,7 +154,7 @@ def test_a_load_that_may_have_to_wait_is_left_to_the_load_thread(
         if lacking == "leaf tables":
             monkeypatch.setattr(Files, "read_cached", lambda *_: False)
         if lacking == "shortness":
-            monkeypatch.setattr(gpu_load, "SHORT_BYTES", CHUNKS * ns.layout.page_bytes - 1)
+            monkeypatch.setattr(head_start, "SHORT_BYTES", CHUNKS * ns.layout.page_bytes - 1)
         if lacking == "room":
             monkeypatch.setattr(lane, "QUEUED", 2)
         if lacking == "a command buffer":
@@ -211,11 +211,16 @@ def test_a_page_that_differs_reaches_no_unit(
         assert match.tokens == 2 * PAGE, "the damaged page is still in the index"
 
 
+@pytest.mark.parametrize("short", [True, False])
 @pytest.mark.parametrize("seed", range(4))
 def test_both_threads_load_the_same(
-    ns: kvfs.Namespace, device: Launching, monkeypatch: pytest.MonkeyPatch, seed: int
+    ns: kvfs.Namespace, device: Launching, monkeypatch: pytest.MonkeyPatch, seed: int, short: bool
 ) -> None:
     """Forked prompts, any first token, units left alone, layer-wise or not: equal memory, equal results."""
+    if not short:  # begun in one thread, enqueued in the other
+        monkeypatch.setattr(head_start, "SHORT_BYTES", 1)
+        monkeypatch.setattr(head_start, "WINDOW_PAGES", 2)
+        monkeypatch.setattr(page_feed, "WINDOW_PAGES", 2)
     chance = random.Random(seed)
     engine = Engine(seed=seed, units=64)
     prompts = [prompt(chance.randint(1, 6))]
@@ -240,9 +245,9 @@ def test_both_threads_load_the_same(
                 mine = io.load(match, units, NOW, LATE, **options).wait(SECONDS)
                 caller = device.here()
                 with monkeypatch.context() as patch:
-                    patch.setattr(GpuLoad, "run_now", lambda job: False)
+                    patch.setattr(HeadStart, "begin", lambda start, after: False)
                     theirs = reference.load(match, units, NOW, LATE, **options).wait(SECONDS)
-            assert mine is not None and mine == theirs and (caller or not mine.pages)
+            assert mine is not None and mine == theirs and (caller or not mine.pages or not short)
             assert (one.memory == other.memory).all()
 
 
@@ -340,10 +345,10 @@ def test_an_interrupt_or_an_error_while_a_caller_enqueues_loses_no_turn(
 def test_an_interrupt_before_anything_is_enqueued_cancels_the_load(
     ns: kvfs.Namespace, io: GpuIO, target: Engine, device: Launching, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def interrupted(job: GpuLoad) -> bool:
+    def interrupted(start: HeadStart) -> bool:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(GpuLoad, "_is_ready", interrupted)
+    monkeypatch.setattr(HeadStart, "read_tables", interrupted)
     for _ in range(4):
         with pytest.raises(KeyboardInterrupt):
             load(io, ns)
@@ -399,3 +404,161 @@ def test_registered_memory_of_a_short_load_is_looked_up_once(
         )
     assert ended(load(io, ns, layerwise=layerwise)) == CHUNKS * PAGE and same(source, target)
     assert asked == ["ranges"]
+
+
+def test_the_first_copies_are_enqueued_before_the_tables_are_read(
+    ns: kvfs.Namespace, io: GpuIO, source: Engine, target: Engine, device: Launching, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    copied = list[int]()
+    read = Files.read_cached
+    monkeypatch.setattr(Files, "read_cached", lambda *a: (copied.append(device.copied), read(*a))[1])
+    device.copied = 0
+    assert ended(load(io, ns)) == CHUNKS * PAGE and same(source, target)
+    assert copied and copied[0] > 0
+    assert device.copied == CHUNKS * ns.layout.page_bytes, "a page was copied twice"
+
+
+@pytest.mark.parametrize("when", ["among the copies", "behind them"])
+@pytest.mark.parametrize("error", [KeyboardInterrupt, CudaError("memcpy: unknown error")])
+def test_first_copies_that_lead_to_nothing_leave_no_scratch_behind(
+    ns: kvfs.Namespace,
+    io: GpuIO,
+    source: Engine,
+    target: Engine,
+    device: Launching,
+    monkeypatch: pytest.MonkeyPatch,
+    when: str,
+    error: Any,
+) -> None:
+    errors = [error]
+
+    def fails_once(plain: Callable[..., Any], *args: Any) -> Any:
+        if errors:
+            raise errors.pop()
+        return plain(*args)
+
+    owner, name = (Files, "read_cached") if when == "behind them" else (type(io._gpu_context.loads.dma), "copy_in")
+    plain = getattr(owner, name)
+    monkeypatch.setattr(owner, name, lambda *args: fails_once(plain, *args))
+    if error is KeyboardInterrupt:
+        with pytest.raises(KeyboardInterrupt):
+            load(io, ns)
+    else:
+        assert ended(load(io, ns)) == CHUNKS * PAGE and not device.here() and same(source, target)
+    idle(io)
+    assert all(one.enqueued for one in io._gpu_context.loads._slices)
+    assert ended(load(io, ns)) == CHUNKS * PAGE and device.here() and same(source, target)
+
+
+def test_a_load_stopped_behind_its_first_copies_leaves_no_scratch_behind(
+    ns: kvfs.Namespace, io: GpuIO, source: Engine, target: Engine, device: Launching, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def stopped(job: GpuLoad) -> None:
+        job._transfer.stop("cancelled")
+        move(job)
+
+    move = GpuLoad._move
+    monkeypatch.setattr(GpuLoad, "_move", stopped)
+    assert ended(load(io, ns)) == 0 and set(target.tokens(UNITS)) == {0xA5}
+    idle(io)
+    assert all(one.enqueued for one in io._gpu_context.loads._slices)
+    monkeypatch.undo()
+    assert ended(load(io, ns)) == CHUNKS * PAGE and device.here() and same(source, target)
+
+
+@pytest.mark.parametrize("refused", ["a deadline that is none", "a full queue"])
+def test_a_load_that_is_refused_behind_its_first_copies_gives_everything_back(
+    ns: kvfs.Namespace,
+    io: GpuIO,
+    source: Engine,
+    target: Engine,
+    device: Launching,
+    monkeypatch: pytest.MonkeyPatch,
+    refused: str,
+) -> None:
+    device.copied = 0
+    if refused == "a full queue":
+        monkeypatch.setattr(io, "_queue_max", 0)
+        assert ended(load(io, ns)) == 0
+    else:
+        with pytest.raises(kvfs.ConfigError, match="deadline"):
+            load(io, ns, deadline=-1.0)
+    assert device.copied, "it had not begun"
+    context = io._gpu_context
+    assert not context.turns._under_way and all(one.enqueued for one in context.loads._slices)
+    assert context.regions is not None and not any(region.users for region in context.regions._regions.values())
+    assert set(target.tokens(UNITS)) == {0xA5}
+    monkeypatch.undo()
+    assert ended(load(io, ns)) == CHUNKS * PAGE and device.here() and same(source, target)
+
+
+@pytest.fixture
+def long(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Loads of one page are short, and windows of two pages are planned."""
+    monkeypatch.setattr(head_start, "SHORT_BYTES", 1)
+    monkeypatch.setattr(head_start, "WINDOW_PAGES", 2)
+    monkeypatch.setattr(page_feed, "WINDOW_PAGES", 2)
+
+
+@pytest.mark.usefixtures("long")
+def test_a_long_load_is_begun_by_its_caller_and_enqueued_by_the_load_thread(
+    ns: kvfs.Namespace, io: GpuIO, source: Engine, target: Engine, device: Launching
+) -> None:
+    event, page = Pending(), ns.layout.page_bytes
+    event.happened.set()
+    held = threading.Event()
+    io._reads.put(lambda: held.wait(SECONDS) and None)
+    wait_until(lambda: not io._reads.waiting)
+    device.copied = 0
+    transfer = load(io, ns, event)
+    assert device.copied == 2 * page and not device.threads, "of its first window"
+    held.set()
+    assert ended(transfer) == CHUNKS * PAGE and not device.here() and same(source, target)
+    assert device.copied == CHUNKS * page, "a page was copied twice"
+    idle(io)
+    context = io._gpu_context
+    assert context.regions is not None and not any(region.users for region in context.regions._regions.values())
+
+
+@pytest.mark.usefixtures("long")
+def test_a_load_that_was_begun_behind_another_ones_turn_gives_way_and_begins_again(
+    ns: kvfs.Namespace, io: GpuIO, source: Engine, target: Engine, device: Launching, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The load thread has taken the other one from its queue, and not yet asked for its turn."""
+    held, took = threading.Event(), threading.Event()
+    begin = Turns.begin
+
+    def late(turns: Turns, job: object) -> bool:
+        took.set()
+        held.wait(SECONDS)
+        return begin(turns, job)
+
+    monkeypatch.setattr(Turns, "begin", late)
+    with monkeypatch.context() as patch:
+        patch.setattr(HeadStart, "begin", lambda start, after: False)
+        first = load(io, ns)
+    assert took.wait(SECONDS)
+    second = load(io, ns)
+    assert io._gpu_context.turns._handed_over is not None
+    held.set()
+    assert ended(first) == ended(second) == CHUNKS * PAGE and same(source, target)
+    idle(io)
+    context = io._gpu_context
+    assert all(one.enqueued for one in context.loads._slices)
+    assert context.regions is not None and not any(region.users for region in context.regions._regions.values())
+
+
+@pytest.mark.usefixtures("long")
+def test_a_long_load_cancelled_behind_its_first_copies_moves_nothing_more(
+    ns: kvfs.Namespace, io: GpuIO, source: Engine, target: Engine, device: Launching
+) -> None:
+    held = threading.Event()
+    io._reads.put(lambda: held.wait(SECONDS) and None)
+    wait_until(lambda: not io._reads.waiting)
+    transfer = load(io, ns)
+    assert transfer.cancel(SECONDS)
+    held.set()
+    idle(io)
+    assert not device.threads and set(target.tokens(UNITS)) == {0xA5}
+    assert all(one.enqueued for one in io._gpu_context.loads._slices)
+    assert ended(load(io, ns)) == CHUNKS * PAGE and same(source, target)

@@ -64,6 +64,9 @@ class LateStream(SimulatedStream):
     def copy_out(self, target: int, source: int, nbytes: int) -> None:
         self._later(super().copy_out, target, source, nbytes)
 
+    def copy_pieces(self, work: Work, *, programs: int) -> None:
+        self._later(super().copy_pieces, work, programs=programs)
+
     def event(self) -> Event:
         return Recorded(self.late)
 

@@ -17,7 +17,7 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from kvfs.kernels import cells, launch, pull, token_copy, unit_sums, xxh3
+from kvfs.kernels import cells, launch, pieces, pull, token_copy, unit_sums, xxh3
 
 
 def compile_for(capability, kernel, pointers, warps, constants):
@@ -29,6 +29,7 @@ def compile_for(capability, kernel, pointers, warps, constants):
 
 
 for capability in map(int, sys.argv[1:]):
+    compile_for(capability, pieces._copy_pieces, ["work"], pieces.WARPS, {"BLOCK": pieces.BLOCK})
     for element, kind in cells.KINDS.items():
         for to_page in (False, True):
             constants = {"BUFFERS": 2, "STATES": 16, "ROWS": 128, "COLS": 32, "ELEMENT": element, "KIND": kind}

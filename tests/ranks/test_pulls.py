@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import pickle
+import sys
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -15,7 +17,7 @@ pytest.importorskip("triton", reason="ranks need the GPU transport")
 import kvfs
 from kvfs.errors import ConfigError
 from kvfs.kernels.driver import CudaError
-from kvfs.ranks import RankGroup, RankTables
+from kvfs.ranks import RankGroup, RankTables, pull
 from kvfs.ranks import group as rank_group
 from kvfs.types import Tier, TransferState
 from tests.gpu.simulated import Pending, SimulatedDevice
@@ -347,6 +349,175 @@ def test_a_large_pull_is_enqueued_by_a_thread(pair: tuple[Rank, Rank], monkeypat
     source.publish(prompt(6), UNITS)
     assert reader.load(prompt(6), OTHERS).pages == 6
     assert reader.bytes(OTHERS) == source.bytes(UNITS)
+
+
+def test_a_pull_whose_source_was_killed_does_not_begin(
+    pair: tuple[Rank, Rank], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """At once, not when the reader next looks at who is alive."""
+    source, reader = pair
+    source.publish(prompt(6), UNITS)
+    plan = reader.group.longest(reader.pages(prompt(6)))
+    monkeypatch.setattr(reader.group, "_look_soon", lambda: None)
+    source.group._own._file.close()  # as the kernel does; nothing is retracted
+    result = reader.begin(plan, OTHERS).wait(SECONDS)
+    assert result is not None and result.pages == 0 and kept(reader, [])
+    assert reader.counters()["pulls_without_peer"] == 1
+
+
+def test_a_table_is_not_closed_while_a_pull_asks_whether_its_rank_is_alive(
+    pair: tuple[Rank, Rank], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The number of its file may be that of another one then."""
+    table = pair[1].group.tables.table(0)
+    assert table is not None
+    closing, flock = threading.Thread(target=table.close), table._files.flock
+
+    def slow(fd: int, operation: int) -> bool:
+        closing.start()
+        closing.join(0.02)
+        return flock(fd, operation)
+
+    monkeypatch.setattr(table._files, "flock", slow)
+    assert table.alive()
+    closing.join(SECONDS)
+    assert not table.alive()
+
+
+def test_a_pull_under_way_when_its_source_closes_does_not_count(pair: tuple[Rank, Rank]) -> None:
+    """The engine of the source may free its memory as soon as ``close`` has returned."""
+    source, reader = pair
+    source.publish(prompt(6), UNITS)
+    reader.device.before_launch = source.group.close
+    result = reader.load(prompt(6), OTHERS)
+    assert (result.tokens, result.pages, result.reason) == (0, 0, "unreadable")
+
+
+def test_what_is_summed_while_a_rank_closes_is_not_published(pair: tuple[Rank, Rank]) -> None:
+    source, _ = pair
+    source.group._publications.put(lambda: source.group._publisher.close())
+    assert source.group.publish(list(source.ns.prompt(prompt(6)).hashes), UNITS, NOW)
+    source.group._publications.put(lambda: None)
+    source.group._publications.close(SECONDS)
+    assert source.counters().get("pages_published", 0) == 0
+
+
+@pytest.fixture
+def idle(pair: tuple[Rank, Rank]) -> Iterator[threading.Event]:
+    """The reader's thread of pulls runs nothing until it is set."""
+    go = threading.Event()
+    pair[1].group._pulls.put(lambda: go.wait(SECONDS) and None)
+    yield go
+    go.set()
+
+
+def test_a_waiter_finishes_a_pull_without_a_turn_of_another_thread(
+    pair: tuple[Rank, Rank], idle: threading.Event
+) -> None:
+    source, reader = pair
+    source.publish(prompt(6), UNITS)
+    result = reader.load(prompt(6), OTHERS)
+    assert (result.tokens, result.pages) == (6 * PAGE, 6) and reader.bytes(OTHERS) == source.bytes(UNITS)
+    assert source.group.retract(UNITS), "its lease has ended"
+    idle.set()
+    wait_until(lambda: not reader.group._pulls.waiting)
+    assert reader.counters()["pages_pulled"] == 6, "once"
+
+
+def test_a_waiter_with_a_callback_leaves_the_end_to_the_thread(pair: tuple[Rank, Rank], idle: threading.Event) -> None:
+    source, reader = pair
+    source.publish(prompt(6), UNITS)
+    names: list[str] = []
+    plan = reader.group.longest(reader.pages(prompt(6)))
+    transfer = reader.begin(plan, OTHERS, on_done=lambda _: names.append(threading.current_thread().name))
+    assert transfer.wait(0.01) is None
+    idle.set()
+    assert transfer.wait(SECONDS) is not None and names == ["kvfs-rank-pull-0"]
+
+
+def test_a_waiter_gives_up_at_its_timeout(
+    pair: tuple[Rank, Rank], idle: threading.Event, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source, reader = pair
+    source.publish(prompt(6), UNITS)
+    with monkeypatch.context() as patch:
+        patch.setattr(pull.Pull, "ended", lambda _: False)
+        transfer = reader.begin(reader.group.longest(reader.pages(prompt(6))), OTHERS)
+        assert transfer.wait(0.01) is None and transfer.result is None
+    assert transfer.wait(SECONDS) is not None and reader.bytes(OTHERS) == source.bytes(UNITS)
+
+
+def test_two_waiters_end_a_pull_once(pair: tuple[Rank, Rank], monkeypatch: pytest.MonkeyPatch) -> None:
+    source, reader = pair
+    source.publish(prompt(6), UNITS)
+    both, settle, calls = threading.Barrier(2, timeout=SECONDS), pull.Pull.settle, list[str]()
+    ended = pull.Pull.ended
+
+    def together(self: Any) -> bool:
+        if threading.current_thread().name.startswith("waiter"):
+            both.wait()
+        return ended(self)
+
+    monkeypatch.setattr(pull.Pull, "ended", together)
+    monkeypatch.setattr(pull.Pull, "settle", lambda self, t: (calls.append(""), settle(self, t)))
+    gate = threading.Event()
+    reader.group._pulls.put(lambda: gate.wait(SECONDS) and None)
+    transfer = reader.begin(reader.group.longest(reader.pages(prompt(6))), OTHERS)
+    waiters = [threading.Thread(target=transfer.wait, args=(SECONDS,), name=f"waiter {i}") for i in range(2)]
+    for waiter in waiters:
+        waiter.start()
+    for waiter in waiters:
+        waiter.join(SECONDS)
+    gate.set()
+    assert transfer.result is not None and transfer.result.pages == 6 and len(calls) == 1
+
+
+def test_an_interrupt_anywhere_in_the_end_by_a_waiter_has_the_thread_do_it_again(pair: tuple[Rank, Rank]) -> None:
+    """With a page that is wrong: it must not count, wherever the interrupt strikes."""
+    source, reader = pair
+    source.publish(prompt(2), UNITS[:4])
+    source.memory[2, UNITS[3], 3, 1, 5] ^= 1  # page 1
+    plan = reader.group.longest(reader.pages(prompt(2)))
+    struck = 0
+    while True:
+        lines, go = Interrupt(after=struck), threading.Event()
+        reader.group._pulls.put(lambda go=go: go.wait(SECONDS) and None)
+        transfer = reader.begin(plan, OTHERS)
+        try:
+            with lines:
+                assert transfer.wait(SECONDS) is not None
+        except KeyboardInterrupt:
+            struck += 1
+        go.set()
+        result = transfer.wait(5.0)
+        assert result is not None and (result.tokens, result.pages, result.reason) == (PAGE, 1, "unreadable"), lines.at
+        assert transfer.state is TransferState.PARTIAL, lines.at
+        if lines.after >= 0:
+            break
+    assert struck > 50, "that many places were tried"
+
+
+class Interrupt:
+    """A KeyboardInterrupt in this thread behind so many calls in the end of a pull: there a signal handler runs."""
+
+    def __init__(self, after: int) -> None:
+        self.after, self.at = after, ""
+
+    def __enter__(self) -> None:
+        sys.setprofile(self._event)
+
+    def __exit__(self, *_: object) -> None:
+        sys.setprofile(None)
+
+    def _event(self, frame: Any, event: str, _: Any) -> None:
+        above = frame
+        while above is not None and above.f_code.co_name != "_settle_and_end":
+            above = above.f_back
+        if above is not None and event in ("call", "return", "c_return"):
+            self.after -= 1
+            if self.after == -1:
+                self.at = f"{event}, {frame.f_code.co_filename}:{frame.f_lineno}"
+                raise KeyboardInterrupt
 
 
 @pytest.mark.parametrize(

@@ -72,3 +72,13 @@ def test_an_idle_step_waits_for_loads_that_end_one_after_the_other(
 
 def test_an_idle_step_does_not_wait_for_an_endless_row_of_loads(monkeypatch: pytest.MonkeyPatch) -> None:
     assert _idle_step(monkeypatch, 100, 100, seconds=-1.0) == (1, 1)
+
+
+@pytest.mark.parametrize(("tokens", "gentle"), [(0, False), (1, True), (256, True), (1024, True), (1025, False)])
+def test_copies_are_gentle_next_to_steps_that_generate_tokens(tokens: int, gentle: bool) -> None:
+    """Next to a prefill, or an engine that computes nothing, the copy engine is quicker and costs less."""
+    half, asked = KvfsWorker.__new__(KvfsWorker), list[bool]()
+    half._on_gpu, half._settings, half.step_tokens = False, SimpleNamespace(load_seconds=1.0), tokens  # type: ignore[assignment]
+    half._io = SimpleNamespace(load=lambda *_, **options: asked.append(options["gentle"]))  # type: ignore[assignment]
+    half._begin_load(SimpleNamespace(match=object()), {})  # type: ignore[arg-type]
+    assert asked == [gentle]

@@ -24,6 +24,7 @@ from pathlib import Path
 from typing import Any
 
 import kvfs
+from kvfs.gpu.head_start import HeadStart
 from kvfs.gpu.load import GpuLoad
 from tools.benchmarks.gpu_engine import BLOCK, SHAPES, Engine, torch_with_cuda
 from tools.benchmarks.measure import (
@@ -342,7 +343,7 @@ class _Bench:
             return begun[-1]
 
         def of_load_thread() -> Sample:
-            with replaced(GpuLoad, "run_now", lambda job: False):
+            with replaced(HeadStart, "begin", lambda start, after: False):
                 return load()
 
         def poison() -> None:

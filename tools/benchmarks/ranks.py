@@ -26,7 +26,7 @@ from tools.benchmarks import ranks_worker
 from tools.benchmarks.gpu_engine import SHAPES
 from tools.benchmarks.measure import BenchError, Spread
 
-PARTS = ("pulls", "trace", "programs", "cache", "evictions", "killed", "conversations")
+PARTS = ("pulls", "spoiled", "trace", "programs", "cache", "evictions", "killed", "conversations")
 
 
 class Rank:
@@ -93,13 +93,27 @@ def pulls(source: Rank, reader: Rank, shape: str, sizes: Sequence[int], rounds: 
         good = all(one["same"] and one["tokens"] == one["peer"] == count for one in found)
         spread = ratios(pairs)
         say(
-            row="pull", shape=shape + label, tokens=count, mib=nbytes >> 20, gb_s=statistics.median(best),
-            of_memcpy=[round(x, 3) for x in spread],
+            row="pull", shape=shape + label, tokens=count, mib=nbytes >> 20, us=nbytes / statistics.median(best) / 1000,
+            gb_s=statistics.median(best), of_memcpy=[round(x, 3) for x in spread],
             memcpy_gb_s=nbytes / statistics.median([base for base, _ in pairs]) / 1e9,
             plan_ms=1000 * statistics.median([one["plan"] for one in found]), publish_ms=1000 * seconds, exact=good,
         )  # fmt: skip
         if not good:
             say(row="WRONG", found=[{k: v for k, v in one.items() if k != "seconds"} for one in found][:3])
+
+
+def spoiled(source: Rank, reader: Rank, shape: str, count: int, page_tokens: int) -> None:
+    """A byte that differs from what was published ends the prefix."""
+    source.call("publish", 99, count)
+    for page in (0, count // page_tokens - 1):
+        source.call("spoil", page)
+        one = reader.call("pull", 99, count, False)
+        source.call("spoil", page)
+        whole = reader.call("pull", 99, count, False)
+        say(
+            row="spoiled", shape=shape, page=page, ends_there=one["tokens"] == page * page_tokens,
+            whole_again=whole["tokens"] == count,
+        )  # fmt: skip
 
 
 def cache(source: Rank, reader: Rank, shape: str, count: int, rounds: int) -> None:
@@ -170,6 +184,8 @@ def main(
             reader.call("take", *source.call("offer", nbytes), nbytes)
             if "pulls" in parts:
                 pulls(source, reader, shape, sizes, rounds)
+            if "spoiled" in parts:
+                spoiled(source, reader, shape, min(4096, most), SHAPES[shape]().page_tokens)
             if "trace" in parts:
                 for number_of, count in enumerate(sizes):
                     source.call("publish", 100 + number_of, count)

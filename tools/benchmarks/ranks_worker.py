@@ -130,8 +130,8 @@ class Worker:
 
         mark(group._Load, "_enqueue", "enqueue", "enqueued")
         mark(pulls.Pull, "_leased", "lease", "leased")
-        mark(pulls.Pull, "_batch", "first batch", "last batch")
-        mark(gpu_device._Stream, "pull", "gather", "gathered")
+        mark(gpu_device._Stream, "pull", "first launch", "last launch")
+        mark(pulls.Pull, "ended", "", "last look")
         mark(pulls.Pull, "settle", "settle", "settled")
         rows: list[dict[str, float]] = []
         pages = self.ns.prompt(tokens_of(prompt, count))
@@ -174,6 +174,14 @@ class Worker:
         pull.PROGRAMS, pull.WARPS = programs, warps
         for stream in (self.group._lane.dma, self.group._lane.kernels):
             stream._launches.clear()  # type: ignore[attr-defined]
+
+    def spoil(self, page: int) -> None:
+        """Flip bits of a page's last layer, behind the back of what was published; or flip them back."""
+        block = page * self.layout.page_tokens // BLOCK
+        tensor = self.target.tensors[-1].view(self.torch.uint8)
+        cells = tensor.select(1 if tensor.dim() == 5 and tensor.shape[0] == 2 else 0, self.target.units[block])
+        cells.bitwise_xor_(1)
+        self.torch.cuda.synchronize()
 
     # -- one copy of the same bytes ------------------------------------------------------------
 
@@ -242,7 +250,8 @@ class Worker:
         return {kv.group: self.target.units[place * per : (place + 1) * per] for kv in self.target.kvs}
 
     def _write(self, place: int, per: int, value: int) -> None:
-        ids = self.torch.tensor(self.target.units[place * per : (place + 1) * per], device="cuda")
+        there = list(self.target.units[place * per : (place + 1) * per])
+        ids = self.torch.tensor(there, dtype=self.torch.int64, device="cuda")
         for tensor in self.target.tensors:
             dim = 1 if tensor.dim() == 5 and tensor.shape[0] == 2 else 0
             tensor.view(self.torch.uint8).index_fill_(dim, ids, value % 251 + 1)
@@ -253,7 +262,7 @@ class Worker:
         page_blocks, number, attempts = max(1, self.layout.page_tokens // BLOCK), 0, 0
         units = {kv.group: self.target.units[:per] for kv in self.target.kvs}
         chains = [self.ns.prompt(tokens_of(p, count)) for p in range(2 * prompts)]
-        ids = torch.tensor(self.target.units[:per], device="cuda")
+        ids = torch.tensor(list(self.target.units[:per]), dtype=torch.int64, device="cuda")
         times: list[float] = []
         while number < pulls and none < 50 * pulls:
             attempts += 1

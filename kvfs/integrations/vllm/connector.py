@@ -283,6 +283,8 @@ class KvfsConnectorWorker(WorkerHalf):
     def handle_preemptions(self, kv_connector_metadata: OffloadingConnectorMetadata) -> None:
         # stores from before a reset: their blocks may have been freed, by sleep() even their memory
         self.drop_unsubmitted(getattr(kv_connector_metadata, "stale_below", 0))
+        if isinstance(self.worker, KvfsWorker):
+            self.worker.step_tokens = getattr(kv_connector_metadata, "step_tokens", 0)
         super().handle_preemptions(kv_connector_metadata)
         # behind the stores of the step before, which publish; vLLM calls this before anything writes to a block
         reused = getattr(kv_connector_metadata, "reused", None)
@@ -364,7 +366,7 @@ class KvfsConnector(ConnectorShell):
     def build_connector_meta(self, scheduler_output: SchedulerOutput) -> KVConnectorMetadata:
         self._manager.note_step(scheduler_output.total_num_scheduled_tokens)
         meta = super().build_connector_meta(scheduler_output)
-        meta.stale_below = self._half.stale_below
+        meta.stale_below, meta.step_tokens = self._half.stale_below, scheduler_output.total_num_scheduled_tokens
         if self._half.reused is not None:
             meta.reused = self._half.reused.take(scheduler_output, self._manager.block_tokens)
         return meta

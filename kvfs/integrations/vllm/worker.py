@@ -28,6 +28,7 @@ IDLE_SECONDS = 0.002  # longest wait of a step without a forward pass: a loop th
 GATHER_SECONDS = 0.01  # longest wait of such a step for further loads, after one has ended: about one step
 AT_ONCE_SECONDS = 0.025  # longest time in which such a step copies loads in host memory itself: about one step
 NEXT_SECONDS = 0.002  # between two of these loads
+PREFILL_TOKENS = 1024  # a step of more lasts longer than the copies of a GiB: nothing waits for those
 LATE_SECONDS = 1.0  # time after its deadline in which a load may still end by itself
 FLUSH_SECONDS = 1.0  # longest wait of a flush; pages that are not copied by then are not stored
 
@@ -65,6 +66,7 @@ class KvfsWorker(OffloadingWorker):
         self._peers = peers
         self._page_tokens = page_tokens
         self._keeps_prefix = keeps_prefix  # whether the engine accepts a load of which the end is missing
+        self.step_tokens = 0  # that the engine computes in the step that begins
         self.lost: set[int] = set()  # blocks that loads have not filled, to be reported with the next results
         self._jobs: dict[int, _TransferJob] = {}
         self._ended = threading.Event()  # set when a load ends
@@ -86,8 +88,9 @@ class KvfsWorker(OffloadingWorker):
             nbytes = sum(len(chunks) * self._page_bytes[name] for name, chunks in plan.missing.items())
             try:
                 transfer = self._io.save(
-                    plan, units, after=self._event(), deadline=self._settings.store_seconds, attempt=dst_spec.attempt
-                )
+                    plan, units, after=self._event(), deadline=self._settings.store_seconds, attempt=dst_spec.attempt,
+                    gentle=self._generating(),
+                )  # fmt: skip
             except (KvfsError, OSError) as exc:
                 self._refused("save", exc)
             if dst_spec.publish:
@@ -203,12 +206,22 @@ class KvfsWorker(OffloadingWorker):
         seconds = self._settings.load_seconds
         if spec.match is not None:
             return self._io.load(
-                spec.match, units, after=self._event(), deadline=seconds, on_done=ended, at_once=self.idle
+                spec.match,
+                units,
+                after=self._event(),
+                deadline=seconds,
+                gentle=self._generating(),
+                on_done=ended,
+                at_once=self.idle,
             )
         plan = spec.plans.get(self._peers.place.worker) if self._peers is not None else None
         if self._peers is None or plan is None:
             raise ConfigError("the scheduler planned a copy between ranks for a worker that is none")
         return self._peers.load(plan, units, self._event(), seconds, ended)
+
+    def _generating(self) -> bool:
+        """Whether requests generate tokens, and next to no prompt is computed: short steps, with copies in each."""
+        return 0 < self.step_tokens <= PREFILL_TOKENS
 
     # -- both --------------------------------------------------------------------------------
 
