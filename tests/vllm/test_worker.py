@@ -80,5 +80,16 @@ def test_copies_are_gentle_next_to_steps_that_generate_tokens(tokens: int, gentl
     half, asked = KvfsWorker.__new__(KvfsWorker), list[bool]()
     half._on_gpu, half._settings, half.step_tokens = False, SimpleNamespace(load_seconds=1.0), tokens  # type: ignore[assignment]
     half._io = SimpleNamespace(load=lambda *_, **options: asked.append(options["gentle"]))  # type: ignore[assignment]
+    half.idle = not tokens
     half._begin_load(SimpleNamespace(match=object()), {})  # type: ignore[arg-type]
     assert asked == [gentle]
+
+
+@pytest.mark.parametrize("idle", [False, True])
+def test_loads_of_a_step_that_computes_nothing_are_left_to_its_thread(idle: bool) -> None:
+    half, asked = KvfsWorker.__new__(KvfsWorker), list[bool]()
+    half._on_gpu, half._settings, half.step_tokens = False, SimpleNamespace(load_seconds=1.0), 0  # type: ignore[assignment]
+    half._io = SimpleNamespace(load=lambda *_, **options: asked.append(options["at_once"]))  # type: ignore[assignment]
+    half.idle = idle
+    half._begin_load(SimpleNamespace(match=object()), {})  # type: ignore[arg-type]
+    assert asked == [idle]

@@ -206,14 +206,9 @@ class KvfsWorker(OffloadingWorker):
         seconds = self._settings.load_seconds
         if spec.match is not None:
             return self._io.load(
-                spec.match,
-                units,
-                after=self._event(),
-                deadline=seconds,
-                gentle=self._generating(),
-                on_done=ended,
+                spec.match, units, after=self._event(), deadline=seconds, gentle=self._generating(), on_done=ended,
                 at_once=self.idle,
-            )
+            )  # fmt: skip
         plan = spec.plans.get(self._peers.place.worker) if self._peers is not None else None
         if self._peers is None or plan is None:
             raise ConfigError("the scheduler planned a copy between ranks for a worker that is none")
