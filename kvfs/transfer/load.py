@@ -125,7 +125,7 @@ class HostLoad:
         time.
         """
         request, transfer, hold = self._request, self._transfer, self._request.match.hold
-        if transfer.stopped or not self.is_small or hold is None or not hold.acquire():
+        if transfer.stopped or self._context.late(transfer) or not self.is_small or hold is None or not hold.acquire():
             return False
         try:
             transfer.enter(TransferState.LOADING)

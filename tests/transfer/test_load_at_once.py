@@ -159,3 +159,15 @@ def test_a_close_leaves_no_load_to_a_caller_that_does_not_come(ns: kvfs.Namespac
         transfer = io.load(match, blocks(3), deadline=LATE, at_once=True)
         io.close()
         assert transfer.result is not None and transfer.result.pages == 3
+
+
+def test_a_load_that_is_late_is_not_copied(ns: kvfs.Namespace) -> None:
+    """The engine computes its tokens instead, and may do so already."""
+    saved(ns, 3)
+    target = Engine(seed=None)
+    with ns.attach(target.kv, threads=1) as io, ns.match(prompt(3)) as match:
+        transfer = io.load(match, blocks(3), deadline=0.0, at_once=True)
+        io.load_at_once(SECONDS)
+        result = transfer.wait(SECONDS)
+        assert result is not None and (result.pages, result.reason) == (0, "deadline")
+        assert (target.memory == 0xA5A5).all()
