@@ -31,6 +31,11 @@ class NativeSession(NamedTuple):
         """As ``Session.state``: equal states, equal rows."""
         return self.walker, self.txn
 
+    @property
+    def now_state(self) -> tuple[object, int]:
+        """``state`` of a session that begins now: as of the last commit of any process."""
+        return self.walker, self.walker.last_commit()
+
     def check_last(self) -> None:
         """MovedError if there was a commit."""
         if self.walker.last_commit() != self.txn:

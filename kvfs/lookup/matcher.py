@@ -114,23 +114,35 @@ class Matcher:
         bits = self.present(prompt, 0, group, group.full, 0, count, whole=True).found.present
         return [bool(bits >> n & 1) for n in range(count)]
 
-    def select(self, prompt: Prompt, first: Mapping[str, int]) -> PrefixMatch:
+    def select(
+        self, prompt: Prompt, first: Mapping[str, int], found: Sequence[GroupLookup] | None = None
+    ) -> PrefixMatch:
         """A match of all chunks of ``prompt`` for a reader that has chosen: of group g the pages from ``first[g]`` on.
 
         The reader has the earlier pages that a group needs, so these are not looked up. Pages that are not stored are
-        part of the match nevertheless, and fail when they are loaded.
+        part of the match nevertheless, and fail when they are loaded. ``found``: lookups of a prompt that begins with
+        this one, which are repeated only if there was a commit since.
         """
         chunks = len(prompt.hashes)
-        lookups = [
+        lookups = found if found is not None and self._are_current(found) else [
             self.present(prompt, number, group, group.full, first.get(group.name, chunks), chunks, whole=True)
             for number, group in enumerate(self._layout.groups)
-        ]
+        ]  # fmt: skip
         generation = next((x.generation for x in reversed(lookups) if x.generation), "")
         for lookup in lookups:
             if lookup.generation != generation:  # its segment numbers name other segments in this generation
                 lookup.found, lookup.segments, lookup.tails = Found(), {}, {}
         pages = self._pages(lookups, chunks, first)
         return self._match(lookups, chunks, generation, pages, self.acquire(pages.segments, generation))
+
+    def _are_current(self, lookups: Sequence[GroupLookup]) -> bool:
+        """Whether nothing was committed since. False where only the index thread could tell."""
+        native = self._c.index.native_session()
+        try:
+            state = None if native is None else native.now_state
+        except HandOverError:
+            return False
+        return state is not None and all(lookup.state == state for lookup in lookups)
 
     def hold(
         self, lookups: Sequence[GroupLookup], chunks: int, generation: str, known: Mapping[int, OpenSegment]
@@ -204,17 +216,18 @@ class Matcher:
 
     def present(
         self, prompt: Prompt, number: int, group: Group, part: Part, first: int, end: int, *, whole: bool,
-        orphans: bool = True,
+        orphans: bool = True, prefix: bool = False,
     ) -> GroupLookup:  # fmt: skip
         """What is stored or being written of chunks [first, end). Unless ``whole``, ends at the first gap.
 
-        ``orphans``: as in ``read_behind_gaps``. Incomplete if the index cannot answer in time: a claim looks again.
+        ``orphans``: as in ``read_behind_gaps``. ``prefix``: from chunk 0 on, all chunks before the first that is not
+        stored, and perhaps others. Incomplete if the index cannot answer in time: a claim looks again.
         """
         lookup = GroupLookup(prompt, group, part)
         read = SearchRunner(self, {number: lookup})
         with contextlib.suppress(IndexUnavailableError):
-            walk_all(lookup, first, end, read, to_first_gap=not whole)
-            if whole:
+            ended = walk_all(lookup, first, end, read, to_first_gap=not whole, prefix=prefix)
+            if whole and not ended:
                 read_behind_gaps(lookup, read, orphans=orphans, native=self._c.index.native_session())
         return lookup
 
@@ -252,6 +265,8 @@ class SearchRunner:
             if self._state != state:
                 self._begin(session)
                 self._state = state
+                for lookup in self._lookups.values():
+                    lookup.state = None if lookup.rows_read else state
             if session.generation != self.generation:  # in another index, segment numbers name other segments
                 raise IndexUnavailableError("replaced meanwhile")
             return step(session)

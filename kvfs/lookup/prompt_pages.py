@@ -109,6 +109,7 @@ class PromptPages:
         self._selected_us = 0  # when ``select`` was called last
         self._found: list[GroupLookup] = []  # of the last ``look`` that began where the one before began, or earlier
         self._first = 0  # where it began
+        self._prefix = False  # whether the last ``look`` was for a prefix
         self.forget()
 
     @property
@@ -148,18 +149,26 @@ class PromptPages:
         self.writing = dict(self.stored)
         self._found = []
 
-    def look(self, first: int = 0) -> None:
+    def look(self, first: int = 0, *, prefix: bool = False) -> None:
         """Ask the index what is stored of the chunks from ``first`` on; what is known of earlier chunks stays.
 
-        If the index cannot answer in time, none of these chunks counts as stored.
+        ``prefix``: of the chunks from 0 on, for a caller that can use none behind one that is missing: these may count
+        as not stored. If the index cannot answer in time, none of the chunks counts as stored.
         """
+        if prefix and first:
+            raise ConfigError(f"first is {first}: a prefix begins with chunk 0")
         below = (1 << first) - 1
         lookups = [
-            self._matcher.present(self._prompt, number, group, group.full, first, self.chunks, whole=True)
+            self._matcher.present(
+                self._prompt, number, group, group.full, first, self.chunks, whole=True, prefix=prefix
+            )
             for number, group in enumerate(self._identity.layout.groups)
         ]
         if first <= self._first or not self._found:
             self._found, self._first = lookups, first
+        elif self._prefix:  # what is behind its gap has not been found yet
+            self._found = [*self._found, *lookups]
+        self._prefix = prefix
         for lookup in lookups:
             group, found = lookup.group, lookup.found
             self.stored[group.name] = self.stored[group.name] & below | found.present & ~below
@@ -179,15 +188,18 @@ class PromptPages:
         needs = {group.name: group.need.chunks(size) for group in self._identity.layout.groups}
         return {name: first if need is None else max(first, end - need) for name, need in needs.items()}
 
-    def select(self, first: Mapping[str, int], end: int) -> PrefixMatch:
+    def select(self, first: Mapping[str, int], end: int, *, known: bool = False) -> PrefixMatch:
         """A match of the chunks before ``end``: of group g the pages from ``first[g]`` on, none if g is not named.
 
         It holds its segments like every match. Pages that are not stored make its load fail. The engine has the
         earlier pages: pass -1 for their units when it is loaded, or ``first_unit``. ``match.group(g).present`` says
         which pages the index names. Of keys each page is loaded by itself, also behind one that fails.
+        ``known``: the last ``look`` was for them, so the index is asked again only if there was a commit since.
         """
         self._check(first, {name: [chunk] for name, chunk in first.items()}, end)
-        match = self._matcher.select(replace(self._prompt, hashes=self._prompt.hashes[:end]), first)
+        whole = not self._first and len(self._found) == len(self.stored)  # one lookup of each group, from chunk 0 on
+        found = self._found if known and whole and not any(first.values()) else None
+        match = self._matcher.select(replace(self._prompt, hashes=self._prompt.hashes[:end]), first, found)
         self._selected_us = match.at_us
         return match
 

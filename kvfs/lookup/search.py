@@ -100,6 +100,7 @@ class GroupLookup:
         self.found = Found()
         self.rows_read = 0
         self.generation = ""  # of the index that was read
+        self.state: object = None  # of it, if all that was read is of one commit
         self.segments: dict[int, bytes] = {}  # ids of the segments that contain hits, by number
         self.tails: dict[int, int] = {}  # end of what is published in each of them
         self.gapped: list[int] = []  # runs that were read and lack chunks
@@ -443,15 +444,18 @@ def walk_all(
     read: Callable[[Callable[[Session | NativeSession], bool]], bool],
     *,
     to_first_gap: bool,
-) -> None:
+    prefix: bool = False,
+) -> bool:
     """What is stored or being written of chunks [first, end), except behind gaps: ``lookup.gapped`` lists these runs.
 
-    ``to_first_gap``: ends with the run of the first chunk that is neither.
+    ``to_first_gap``: ends with the run of the first chunk that is neither. ``prefix``: ends where nothing more can be
+    stored without a gap. Whether it did, so that something may follow.
     """
     run, last = first // lookup.prompt.run_length, -(-end // lookup.prompt.run_length)
+    ended = False
 
     def step(session: Session | NativeSession) -> bool:
-        nonlocal run
+        nonlocal run, ended
         budget = lookup.rows_read + ROWS_PER_HOLD
         while run < last and lookup.rows_read < budget:
             stop = min(last, run + budget - lookup.rows_read)
@@ -460,9 +464,14 @@ def walk_all(
             wanted = (1 << count) - 1 & ~((1 << max(0, first - begin)) - 1)
             if to_first_gap and wanted & ~(found.covered | found.claimed):
                 return True
+            # of several parts, the others may go on behind a gap of one
+            if prefix and not found.whole and (len(lookup.parts) < 2 or not found.covered & 1):
+                ended = True
+                return True
             if not (found.whole or found.hits or found.claimed):  # most likely nothing follows
                 run = lookup.next_present(session, run, last, budget)
         return run >= last
 
     while run < last and not read(step):
         pass
+    return ended

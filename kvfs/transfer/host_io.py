@@ -69,6 +69,7 @@ class HostIO:
         self._context = self._make_context(appender, reader, ring_bytes, dirty_bytes)
         self._pid = os.getpid()
         self._closed = False
+        self._kept: list[Callable[[], None]] = []  # loads that wait for ``load_at_once``
         self._lock = threading.RLock()
         try:
             self._unfinished = Unfinished(context.files.monotonic)
@@ -189,7 +190,7 @@ class HostIO:
     def load(
         self, match: PrefixMatch, units: Units, after: Any = None, deadline: float = LOAD_SECONDS,
         first_token: int = 0, *, first_unit: int | Mapping[str, int] = 0, layerwise: bool = False,
-        gentle: bool = False, on_page: OnPage = None, on_done: OnDone = None,
+        gentle: bool = False, on_page: OnPage = None, on_done: OnDone = None, at_once: bool = False,
     ) -> Transfer:  # fmt: skip
         """Load the pages of ``match`` into ``units`` (as in ``save``; -1 = leave alone), from ``first_token`` on.
 
@@ -198,7 +199,8 @@ class HostIO:
         never reach a unit. Pages of keys are loaded one by one, also behind one that fails: ``on_page`` tells which.
         The match may have been made for larger parts, or in another process. ``layerwise``: the first layers of all
         pages come first, where the transport can do that (``Transfer.layer_ready``). ``gentle``: as in ``save``, for
-        what comes whole out of registered memory; it takes a tenth longer.
+        what comes whole out of registered memory; it takes a tenth longer. ``at_once``: the caller calls
+        ``load_at_once`` next, so no thread begins a load that this may copy.
         """
         self._check_open()
         if match.namespace != self._identity.digest:
@@ -222,7 +224,8 @@ class HostIO:
                 gentle=gentle,
             )  # fmt: skip
             job = self._load(request)
-            return self._submit(handle, transfer, self._reads, job.run, job.run_now)
+            put = self._kept.append if at_once and isinstance(job, HostLoad) and job.is_small else None
+            return self._submit(handle, transfer, self._reads, job.run, job.run_now, put)
         finally:
             if begun is not None:
                 begun.drop()
@@ -269,7 +272,8 @@ class HostIO:
         """Run loads that have not begun in the caller's thread, until ``seconds`` have passed: small ones, of pages
         that the page cache holds. For an engine that computes nothing until a load has ended. Waits for no disk.
         """
-        end, runs, loaded = time.monotonic() + seconds, list[Callable[[], None]](), list[HostLoad]()
+        end, runs, loaded = time.monotonic() + seconds, self._kept, list[HostLoad]()
+        self._kept = []
         try:
             while (run := self._reads.take()) is not None:
                 runs.append(run)  # all of them first: a thread that has one takes turns of the interpreter
@@ -323,6 +327,7 @@ class HostIO:
         end = time.monotonic() + timeout
         with self._lock:
             self._closed = True
+        self.load_at_once(0.0)  # what the caller has kept for itself goes to the threads
         left = self._unfinished.wait(timeout)
         for transfer in left:
             transfer.stop("closed")
@@ -388,7 +393,7 @@ class HostIO:
 
     def _submit(
         self, handle: Transfer, transfer: TransferControl, pool: JobThreads, run: Callable[[], None],
-        run_now: Callable[[], bool] = lambda: False,
+        run_now: Callable[[], bool] = lambda: False, put: Callable[[Callable[[], None]], None] | None = None,
     ) -> Transfer:  # fmt: skip
         if pool is self._reads and self._context.read_hangs():
             return _refuse(handle, transfer, "disk")
@@ -406,7 +411,7 @@ class HostIO:
             raise
         finally:
             if not began:
-                pool.put(run)
+                (put or pool.put)(run)
         return handle
 
     def _backlog(self, pool: JobThreads) -> int:

@@ -110,6 +110,13 @@ class HostLoad:
                 lookahead.release()
             transfer.end()
 
+    @property
+    def is_small(self) -> bool:
+        """Whether an engine's own thread may copy it, as far as its request says."""
+        request = self._request
+        nbytes = sum(attached.page_bytes * len(chunks) for attached, chunks in request.pages)
+        return request.lookahead is None and request.after is None and nbytes <= AT_ONCE_BYTES
+
     def run_at_once(self) -> bool:
         """In the engine's thread, which has nothing else to do: load everything, if it is little and nothing has to be
         waited for. Otherwise False, and ``run`` is to follow. ``end`` follows in any case.
@@ -117,13 +124,8 @@ class HostLoad:
         Such a thread needs no turn of the interpreter for each step; where many loads are small, that is most of their
         time.
         """
-        request, transfer = self._request, self._transfer
-        nbytes = sum(attached.page_bytes * len(chunks) for attached, chunks in request.pages)
-        hold = request.match.hold
-        if (
-            request.lookahead is not None or request.after is not None or transfer.stopped
-            or nbytes > AT_ONCE_BYTES or hold is None or not hold.acquire()
-        ):  # fmt: skip
+        request, transfer, hold = self._request, self._transfer, self._request.match.hold
+        if transfer.stopped or self._context.late(transfer) or not self.is_small or hold is None or not hold.acquire():
             return False
         try:
             transfer.enter(TransferState.LOADING)

@@ -192,8 +192,12 @@ class StagingRing:
             if lease not in self._leases:
                 return
             self._leases.remove(lease)
-            for slot in lease.slots:
-                bisect.insort(self._free, slot)
+            at = bisect.bisect(self._free, lease.slots[0])
+            if at == len(self._free) or self._free[at] > lease.slots[-1]:  # no free one among them
+                self._free[at:at] = lease.slots
+            else:
+                for slot in lease.slots:
+                    bisect.insort(self._free, slot)
             lease.slots, lease.state = (), SlotState.FREE
             self._changed.notify_all()
 

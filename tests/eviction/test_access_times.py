@@ -68,6 +68,13 @@ def used(ns: kvfs.Namespace, how: str, seed: int) -> int:
         pages.look()
         pages.note_lookup(0)
         there = pages.stored["full"].bit_count()
+    elif how == "look for a prefix":
+        pages = ns.prompt(prompt)
+        pages.look(prefix=True)
+        first = (~pages.stored["full"] & pages.stored["full"] + 1).bit_length() - 1
+        pages.look(first)
+        pages.note_lookup(0)
+        there = pages.stored["full"].bit_count()
     elif how == "plan_save and put":
         missing = ns.plan_save(prompt).missing["full"]
         there = CHUNKS - len(missing)
@@ -83,7 +90,9 @@ def used(ns: kvfs.Namespace, how: str, seed: int) -> int:
     return there
 
 
-@pytest.mark.parametrize("how", ["put", "match, put", "match, get, put", "plan_save and put", "look and plan"])
+@pytest.mark.parametrize(
+    "how", ["put", "match, put", "match, get, put", "plan_save and put", "look and plan", "look for a prefix"]
+)
 def test_every_way_to_use_a_prompt_keeps_it(ns: kvfs.Namespace, clock: Clock, how: str) -> None:
     """Ten prompts, each used every 40 s, next to a new one every 2 s: LRU by page keeps them."""
     for seed in range(100):

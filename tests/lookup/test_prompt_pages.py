@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 import kvfs
+from kvfs.lookup import matcher
 from kvfs.pages.chunk_set import bits_of
 from tests.stores import TINY_BYTES, seeded, tiny, tokens_of
 
@@ -46,6 +47,20 @@ def test_look_sees_stored_pages_also_behind_a_gap(ns: kvfs.Namespace) -> None:
     assert pages.stored[name] == 0
 
 
+def test_a_prefix_is_looked_up_to_its_end(ns: kvfs.Namespace, monkeypatch: pytest.MonkeyPatch) -> None:
+    read: list[int] = []
+    monkeypatch.setattr(matcher, "read_behind_gaps", lambda *_, **__: read.append(1))
+    tokens = tokens_of(7, 80)
+    ns.put(tokens[: 40 * CHUNK], seeded(7, 40 * TINY_BYTES))
+    (name,) = (pages := ns.prompt(tokens)).stored
+    pages.look(prefix=True)
+    assert pages.stored[name] == bits(range(40)) and not read
+    pages.look(40)
+    assert pages.stored[name] == bits(range(40)) and read, "what follows may be stored behind a gap"
+    with pytest.raises(kvfs.ConfigError, match="begins with chunk 0"):
+        pages.look(1, prefix=True)
+
+
 def test_exactly_the_chosen_pages_are_loaded(ns: kvfs.Namespace) -> None:
     layout, tokens = ns.layout, tokens_of(3, 6)
     group = layout.groups[0]
@@ -61,6 +76,42 @@ def test_exactly_the_chosen_pages_are_loaded(ns: kvfs.Namespace) -> None:
         assert result is not None and (result.pages, result.declined, result.tokens) == (3, 0, 5 * CHUNK)
     pagewise = blocks.reshape(6, len(group.layers), group.heads, CHUNK, group.cell.nbytes).transpose(0, 3, 1, 2, 4)
     assert (store[3:6] == pagewise[2:5]).all() and not store[:3].any() and not store[6:].any()
+
+
+def test_pages_that_were_just_looked_up_are_selected_without_the_index(
+    ns: kvfs.Namespace, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tokens, group = tokens_of(8, 6), ns.layout.groups[0]
+    ns.put(tokens[: 5 * CHUNK], seeded(8, 5 * TINY_BYTES))
+    pages = ns.prompt(tokens)
+    pages.look(prefix=True)
+    looked: list[int] = []
+    present = matcher.Matcher.present
+    monkeypatch.setattr(matcher.Matcher, "present", lambda *a, **k: (looked.append(1), present(*a, **k))[1])
+    with pages.select({group.name: 0}, end=4, known=True) as match:
+        out = bytearray(match.nbytes)
+        assert (
+            match.tokens == 4 * CHUNK
+            and ns.get(match, out) == 4
+            and bytes(out) == seeded(8, 5 * TINY_BYTES)[: len(out)]
+        )
+    assert not looked
+    for first, known in ((0, False), (2, True)):  # of a longer prompt the engine has a part: few segments are wanted
+        looked.clear()
+        pages.select({group.name: first}, end=5, known=known).close()
+        assert looked
+
+
+def test_what_was_purged_since_it_was_looked_up_is_not_selected(store_path: Path) -> None:
+    with kvfs.open(store_path, capacity="32MiB") as store:
+        ns, tokens = store.namespace("model", tiny(), "1"), tokens_of(9, 3)
+        name = ns.layout.groups[0].name
+        ns.put(tokens, seeded(9, 3 * TINY_BYTES))
+        pages = ns.prompt(tokens)
+        pages.look(prefix=True)
+        store.purge(ns, prefix=tokens)
+        with pages.select({name: 0}, end=3, known=True) as match:
+            assert not match.group(name).present and ns.get(match, bytearray(match.nbytes)) == 0
 
 
 def test_a_page_that_is_not_stored_makes_the_load_fail(ns: kvfs.Namespace) -> None:

@@ -27,7 +27,7 @@ from kvfs.index.session import Session
 from kvfs.index.tables import ACTIVE, DROPPED, SEALED, SegmentRow, segment_key
 from kvfs.lookup.gaps import read_behind_gaps
 from kvfs.lookup.prefix_match import PrefixMatch
-from kvfs.lookup.search import GroupLookup, Prompt, search, walk_all
+from kvfs.lookup.search import GroupLookup, Prompt, prefix_length, search, walk_all
 from kvfs.native import library
 from kvfs.native.index_walker import HandOverError, IndexWalker, MovedError
 from kvfs.pages.layout import Cell, Group, Need, PageLayout, Part
@@ -232,6 +232,13 @@ def test_rows_of_all_kinds_are_judged_alike(
                 walk_all(behind, *at, native, to_first_gap=False)
                 read_behind_gaps(behind, native, orphans=bool(at[0] % 2), native=session)
                 assert content(behind.found) == content(shelf_found(shelf, known, want, index, at))
+        known, want, to = draw.choice([[WHOLE], [WHOLE, LEFT, RIGHT], [LEFT, RIGHT], []]), WHOLE, (0, shelf.chunks)
+        leading = prefix_length(shelf_found(shelf, known, want, index, to).present)
+        for run in (native, lambda f: index.read(f, 5.0)):
+            begun = shelf.lookup(known, want)
+            if not walk_all(begun, *to, run, to_first_gap=False, prefix=True):
+                read_behind_gaps(begun, run, native=None)
+            assert prefix_length(begun.found.present) == leading
     assert outcomes == {"hit", "miss", "claimed", "free"}
 
 

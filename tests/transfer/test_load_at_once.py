@@ -123,3 +123,51 @@ def test_an_interrupt_leaves_the_load_to_the_threads(
         result = transfer.wait(SECONDS)
         assert result is not None and result.pages == 3 and target.tokens(blocks(3)) == source.tokens(blocks(3))
         settled(io)
+
+
+def test_a_load_at_once_is_left_to_the_caller(ns: kvfs.Namespace) -> None:
+    """A thread that began it would take turns of the interpreter while the caller copies the others."""
+    source, target = saved(ns, 3), Engine(seed=None)
+    with ns.attach(target.kv, threads=2) as io, ns.match(prompt(3)) as match:
+        transfer = io.load(match, blocks(3), deadline=LATE, at_once=True)
+        other = io.load(match, blocks(3, 20), deadline=LATE)
+        assert other.wait(SECONDS) and (target.memory[:, 0:3] == 0xA5A5).all(), "the threads are free, and leave it"
+        io.load_at_once(SECONDS)
+        assert target.tokens(blocks(3)) == source.tokens(blocks(3))
+        result = transfer.wait(SECONDS)
+        assert result is not None and (result.pages, result.declined) == (3, 0)
+        settled(io)
+
+
+@pytest.mark.parametrize("why", ["event", "size"])
+def test_a_load_that_the_caller_may_not_copy_goes_to_the_threads(
+    ns: kvfs.Namespace, monkeypatch: pytest.MonkeyPatch, why: str
+) -> None:
+    saved(ns, 3)
+    if why == "size":
+        monkeypatch.setattr(host_load, "AT_ONCE_BYTES", 1)
+    with ns.attach(Engine(seed=None).kv, threads=1) as io, ns.match(prompt(3)) as match:
+        event = (lambda: None) if why == "event" else None
+        result = io.load(match, blocks(3), after=event, deadline=LATE, at_once=True).wait(SECONDS)
+        assert result is not None and result.pages == 3
+
+
+def test_a_close_leaves_no_load_to_a_caller_that_does_not_come(ns: kvfs.Namespace) -> None:
+    saved(ns, 3)
+    with ns.match(prompt(3)) as match:
+        io = ns.attach(Engine(seed=None).kv, threads=1)
+        transfer = io.load(match, blocks(3), deadline=LATE, at_once=True)
+        io.close()
+        assert transfer.result is not None and transfer.result.pages == 3
+
+
+def test_a_load_that_is_late_is_not_copied(ns: kvfs.Namespace) -> None:
+    """The engine computes its tokens instead, and may do so already."""
+    saved(ns, 3)
+    target = Engine(seed=None)
+    with ns.attach(target.kv, threads=1) as io, ns.match(prompt(3)) as match:
+        transfer = io.load(match, blocks(3), deadline=0.0, at_once=True)
+        io.load_at_once(SECONDS)
+        result = transfer.wait(SECONDS)
+        assert result is not None and (result.pages, result.reason) == (0, "deadline")
+        assert (target.memory == 0xA5A5).all()

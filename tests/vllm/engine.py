@@ -27,18 +27,20 @@ START_SECONDS, CALL_SECONDS = 240.0, 180.0
 class Engine:
     """Starts, asks and stops the engine. ``extra``: settings of kvfs, which is used if ``store`` is given.
 
-    ``transfer``: configuration of another connector. ``env``: added to the process. ``fault`` affects its files.
+    ``transfer``: configuration of another connector. ``env``: added to the process. ``faulty``: ``fault`` affects its
+    files, which the native library does not read then.
     """
 
     def __init__(
         self, model: Path, store: Path | None = None, *, extra: dict[str, Any] | None = None,
-        env: dict[str, str] | None = None, transfer: dict[str, Any] | None = None, **options: Any,
+        env: dict[str, str] | None = None, transfer: dict[str, Any] | None = None, faulty: bool = False,
+        **options: Any,
     ) -> None:  # fmt: skip
         config = transfer
         if store is not None:
             settings = {"path": str(store), "capacity": "256MiB", **(extra or {})}
             config = {"kv_connector": "KvfsConnector", "kv_role": "kv_both", "kv_connector_extra_config": settings}
-        job = {"model": str(model), "transfer": config, "options": options}
+        job = {"model": str(model), "transfer": config, "options": options, "faulty": faulty}
         base = {
             "HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1", "VLLM_LOGGING_LEVEL": "WARNING",
             "PYTHONPATH": str(ROOT), "VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_ALLOW_INSECURE_SERIALIZATION": "1",
@@ -121,7 +123,8 @@ def _serve(job: dict[str, Any]) -> None:
     from vllm import LLM
     from vllm.config import KVTransferConfig
 
-    kvfs.store.Files = lambda: FILES  # type: ignore[misc,assignment]
+    if job["faulty"]:
+        kvfs.store.Files = lambda: FILES  # type: ignore[misc,assignment]
     transfer = KVTransferConfig(**job["transfer"]) if job["transfer"] else None
     options = {
         "kv_cache_memory_bytes": 32 << 20, "enforce_eager": True, "block_size": 32, "max_model_len": 2048,

@@ -99,7 +99,7 @@ def test_a_load_that_is_late_is_recomputed(
 def test_a_disk_that_cannot_be_read_is_recomputed(
     store: Path, filled: tuple[Path, list[list[int]]], model: Models, prompt: Prompt
 ) -> None:
-    with Engine(model("llama"), store) as engine:
+    with Engine(model("llama"), store, faulty=True) as engine:
         engine.fault(kind="preadv")  # EIO
         for seed in range(4):
             assert engine.generate(prompt(seed))[0][1] == filled[1][seed]
@@ -114,7 +114,7 @@ def test_a_disk_that_cannot_be_read_is_recomputed(
 def test_a_disk_that_cannot_be_written_serves_what_it_has(
     store: Path, filled: tuple[Path, list[list[int]]], model: Models, prompt: Prompt
 ) -> None:
-    with Engine(model("llama"), store) as engine:
+    with Engine(model("llama"), store, faulty=True) as engine:
         engine.fault(kind="pwritev")
         fresh = [engine.generate(prompt(seed))[0] for seed in (10, 11)]
         assert [cached for cached, _ in fresh] == [0, 0]

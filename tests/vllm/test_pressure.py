@@ -73,7 +73,7 @@ def test_below_multiconnector(model: Models, prompt: Prompt, tmp_path: Path) -> 
     transfer = next_to(tmp_path / "store", EXAMPLE, tmp_path / "other")
     with Engine(model("llama"), transfer=transfer) as first:
         expected = first.generate(prompt(1), prompt(2))
-    with Engine(model("llama"), transfer=transfer) as second:
+    with Engine(model("llama"), transfer=transfer, faulty=True) as second:
         assert second.generate(prompt(1)) == [(640, expected[0][1])]
         assert second.metrics()["kvfs_pages_loaded"] == 10
         second.fault(kind="preadv")

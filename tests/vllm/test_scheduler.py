@@ -37,6 +37,7 @@ from vllm.v1.request import Request, RequestStatus
 from kvfs.integrations.vllm import adapters, costs, manager, prefetch
 from kvfs.integrations.vllm.connector import KvfsConnector
 from kvfs.integrations.vllm.prefetch import Prefetcher
+from kvfs.lookup import matcher
 from kvfs.lookup.prefix_match import PageRef, PrefixMatch
 from kvfs.lookup.prompt_pages import PromptPages
 from kvfs.maintenance.warm import Warmed
@@ -703,6 +704,34 @@ def test_the_first_request_finds_an_index_that_has_been_looked_up(
     old = connector._manager
     manager.KvfsManager(old._store, old._ns, old._model, old._settings)
     assert looked and all(looked)
+
+
+def test_a_prompt_of_which_nothing_is_stored_is_looked_up_no_further(
+    connector: KvfsConnector, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A row for each of its other pages: they took a fifth of the scheduler's time for a prompt of 1,900 tokens."""
+    behind: list[int] = []
+    read = matcher.read_behind_gaps
+    monkeypatch.setattr(matcher, "read_behind_gaps", lambda *a, **k: (behind.append(1), read(*a, **k)))
+    request = arrive(connector, "a")
+    assert connector.get_num_new_matched_tokens(request, 0) == (0, False) and not behind
+    allocate(connector, request, FIRST)
+    assert step(connector, (request, FIRST)).store_jobs and behind, "what is stored already is not stored again"
+
+
+def test_what_the_engine_has_of_a_prompt_makes_pages_behind_a_gap_useful(
+    connector: KvfsConnector, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The store may have evicted the first page, which the engine's own cache has by now."""
+    looked: list[bool] = []
+    look = PromptPages.look
+    monkeypatch.setattr(
+        PromptPages, "look", lambda self, first=0, *, prefix: (looked.append(prefix), look(self, first, prefix=prefix))
+    )
+    request = arrive(connector, "a")
+    for computed_tokens, expected in ((0, [True]), (0, [True]), (64, [True, False]), (0, [True, False])):
+        assert connector.get_num_new_matched_tokens(request, computed_tokens) == (0, False)
+        assert looked == expected
 
 
 def test_what_a_request_is_told_follows_what_is_stored(connector: KvfsConnector) -> None:

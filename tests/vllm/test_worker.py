@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 from types import SimpleNamespace
 from typing import Any
 
@@ -13,31 +12,48 @@ from kvfs.integrations.vllm.worker import KvfsWorker, _TransferJob
 
 
 class Ends:
-    """In place of the event that the end of a load sets: each wait ends the next load, ``most`` of them in all."""
+    """In place of the events that the ends of loads set: each wait ends the next load, ``most`` of them in all."""
 
-    def __init__(self, transfers: list[Any], most: int) -> None:
-        self.left = transfers[:most]
+    def __init__(self, most: int) -> None:
+        self.transfers: list[Any] = []
+        self.most = most
         self.waits = 0
 
     def wait(self, seconds: float) -> bool:
         self.waits += 1
         assert 0 < seconds <= worker.IDLE_SECONDS
-        if self.left:
-            self.left.pop(0).done.set()
-            return True
-        return False
+        left = [transfer for transfer in self.transfers[: self.most] if not transfer.done.is_set()]
+        if left:
+            left[0].done.over = True
+        return bool(left)
 
     def clear(self) -> None:
         pass
+
+
+class End:
+    """The event of one load."""
+
+    over = False
+
+    def __init__(self, ends: Ends) -> None:
+        self._ends = ends
+
+    def is_set(self) -> bool:
+        return self.over
+
+    def wait(self, seconds: float) -> bool:
+        self._ends.wait(seconds)
+        return self.over
 
 
 def _idle_step(monkeypatch: pytest.MonkeyPatch, loads: int, ending: int, seconds: float = 60.0) -> tuple[int, int]:
     """(loads that have ended, waits) after a step that computes nothing."""
     monkeypatch.setattr(worker, "GATHER_SECONDS", seconds)
     half = KvfsWorker.__new__(KvfsWorker)
-    transfers: list[Any] = [SimpleNamespace(done=threading.Event()) for _ in range(loads)]
-    half._jobs = {n: _TransferJob(transfer, True, 0, 0.0) for n, transfer in enumerate(transfers)}
-    ends = Ends(transfers, ending)
+    ends = Ends(ending)
+    transfers = ends.transfers = [SimpleNamespace(done=End(ends)) for _ in range(loads)]
+    half._jobs = {n: _TransferJob(transfer, True, 0, 0.0) for n, transfer in enumerate(transfers)}  # type: ignore[arg-type]
     half._ended = ends  # type: ignore[assignment]
     half._io = SimpleNamespace(load_at_once=lambda seconds: None)  # type: ignore[assignment]
     half.wait_idle()
@@ -64,5 +80,16 @@ def test_copies_are_gentle_next_to_steps_that_generate_tokens(tokens: int, gentl
     half, asked = KvfsWorker.__new__(KvfsWorker), list[bool]()
     half._on_gpu, half._settings, half.step_tokens = False, SimpleNamespace(load_seconds=1.0), tokens  # type: ignore[assignment]
     half._io = SimpleNamespace(load=lambda *_, **options: asked.append(options["gentle"]))  # type: ignore[assignment]
+    half.idle = not tokens
     half._begin_load(SimpleNamespace(match=object()), {})  # type: ignore[arg-type]
     assert asked == [gentle]
+
+
+@pytest.mark.parametrize("idle", [False, True])
+def test_loads_of_a_step_that_computes_nothing_are_left_to_its_thread(idle: bool) -> None:
+    half, asked = KvfsWorker.__new__(KvfsWorker), list[bool]()
+    half._on_gpu, half._settings, half.step_tokens = False, SimpleNamespace(load_seconds=1.0), 0  # type: ignore[assignment]
+    half._io = SimpleNamespace(load=lambda *_, **options: asked.append(options["at_once"]))  # type: ignore[assignment]
+    half.idle = idle
+    half._begin_load(SimpleNamespace(match=object()), {})  # type: ignore[arg-type]
+    assert asked == [idle]

@@ -251,7 +251,6 @@ class KvfsConnectorWorker(WorkerHalf):
         super().__init__(spec, config, cache)
         self._spec, self._model = spec, model
         self.place: PeerPlace | None = None
-        self.idle = False  # whether this step computes nothing
         self.failed: set[str] = set()  # requests whose load failed, to be reported with the next results
 
     def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
@@ -294,7 +293,7 @@ class KvfsConnectorWorker(WorkerHalf):
 
     def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str], set[str]]:
         assert isinstance(self.worker, KvfsWorker)
-        if self.idle:
+        if self.worker.idle:
             self.worker.wait_idle()
         received: set[str] = set()
         for result in self.worker.get_finished():
@@ -304,6 +303,11 @@ class KvfsConnectorWorker(WorkerHalf):
                 if not result.success:
                     self.failed.add(req_id)
         return set(), received
+
+    def note_idle(self, idle: bool) -> None:
+        """Whether the step that begins computes nothing."""
+        if isinstance(self.worker, KvfsWorker):
+            self.worker.idle = idle
 
     def take_stats(self) -> KVConnectorStats | None:
         return self.worker.metrics.take() if isinstance(self.worker, KvfsWorker) else None
@@ -454,11 +458,11 @@ class KvfsConnector(ConnectorShell):
         return shapes or needs_all_ranks(self._vllm_config, self._kv_cache_config)
 
     def start_load_kv(self, forward_context: ForwardContext, **kwargs: Any) -> None:
-        super().start_load_kv(forward_context, **kwargs)
         worker = self.connector_worker
         assert isinstance(worker, KvfsConnectorWorker)
         # the older runner tells by the context whether anything is computed, the newer one by arguments
-        worker.idle = forward_context.attn_metadata is None and not kwargs
+        worker.note_idle(forward_context.attn_metadata is None and not kwargs)
+        super().start_load_kv(forward_context, **kwargs)
 
     def get_transfer_results(self, finished_req_ids: set[str]) -> KVConnectorTransferResults:
         worker = self.connector_worker

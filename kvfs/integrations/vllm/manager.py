@@ -96,6 +96,7 @@ class KvfsManager(OffloadingManager):
     def __init__(self, store: Store, namespace: Namespace, model: EngineModel, settings: VllmSettings) -> None:
         self._store, self._ns, self._model, self._settings = store, namespace, model, settings
         self._groups = {group.index: group for group in model.groups}
+        self._all_needed = _needs_all(namespace)
         self._adapters = Adapters(model.adapters)
         self._requests: dict[str, RequestPages] = {}
         self._unread: dict[str, _Unread] = {}
@@ -132,6 +133,7 @@ class KvfsManager(OffloadingManager):
         self._ns, self._model = namespace, model
         self._prefetcher.begin(namespace)
         self._groups = {group.index: group for group in model.groups}
+        self._all_needed = _needs_all(namespace)
 
     @property
     def block_tokens(self) -> dict[int, int]:
@@ -184,7 +186,7 @@ class KvfsManager(OffloadingManager):
                 self._holds = True
                 return True
             self._stop_waiting(state)
-        if self._look(state):
+        if self._look(state, prefix=not computed and self._prefix_suffices):
             self._compare(state, computed)
         return False
 
@@ -311,13 +313,21 @@ class KvfsManager(OffloadingManager):
         self.metrics.add("fetches", bool(waiting.fetch.pages))
         self.metrics.add("pages_fetched", waiting.fetch.pages)
 
-    def _look(self, state: RequestPages, first: int | None = None) -> bool:
-        """Look up the chunks from ``first`` on, or all of them if the last lookup is old; False if it is not."""
+    @property
+    def _prefix_suffices(self) -> bool:
+        """Whether a request of which the engine has nothing can use no page behind one that the store lacks."""
+        return self._all_needed and self._peers is None and not self._fetches.in_use
+
+    def _look(self, state: RequestPages, first: int | None = None, *, prefix: bool = False) -> bool:
+        """Look up the chunks from ``first`` on, or all of them if the last lookup is old; False if it is not.
+
+        ``prefix``: of all of them, those before the first that is missing.
+        """
         now = time.monotonic()
-        if first is None and now - state.looked_at <= FRESH_SECONDS:
+        if first is None and now - state.looked_at <= FRESH_SECONDS and (prefix or not state.prefix):
             return False
         state.grow()
-        state.look(first or 0)
+        state.look(first or 0, prefix=prefix)
         if first is None and self._peers is not None:
             state.use_peers(self._peers.held(state.pages))
         done = time.monotonic()
@@ -343,7 +353,7 @@ class KvfsManager(OffloadingManager):
         state.tiers = {(page.group, page.chunk): page.tier for page in refs}
         slow = [ref for ref in refs if ref.tier is Tier.DISK and not state.peers.get(ref.group, 0) >> ref.chunk & 1]
         cold = bits_of(sorted({page.chunk for page in slow}))
-        if all(group.need.kind == "all" for group in layout.groups):
+        if self._all_needed:
             worth = self.costs.best_end(first, end, cold, size, layout.page_bytes)
         else:
             nbytes = sum(match.group(page.group).part_bytes for page in slow)
@@ -383,7 +393,7 @@ class KvfsManager(OffloadingManager):
         if state.plans:
             state.tiers = {}
         else:
-            state.match = state.pages.select(first, last)
+            state.match = state.pages.select(first, last, known=True)
         if not state.counted:
             state.counted = True
             state.pages.note_lookup((last - begin) * state.page_tokens)
@@ -505,6 +515,11 @@ class KvfsManager(OffloadingManager):
         if self._peers is not None:
             self._peers.close()
         self._store.close()
+
+
+def _needs_all(namespace: Namespace) -> bool:
+    """Whether a prompt is restored only from all of its pages."""
+    return all(group.need.kind == "all" for group in namespace.layout.groups)
 
 
 def _tiers(state: RequestPages) -> dict[tuple[str, int], Tier]:

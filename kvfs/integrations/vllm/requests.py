@@ -36,6 +36,7 @@ class RequestPages:
         self.page_tokens = namespace.layout.page_tokens
         self.pages = self._pages(namespace, epoch)
         self.looked_at = float("-inf")
+        self.prefix = False  # whether the last lookup ended at the first page that is not stored
         self.worth_tokens = TOKENS_MAX  # of its stored prefix; the rest is computed sooner than it is loaded
         self.counted = False
         self.failed = False  # a load failed: the request is computed, and not looked up again until it is preempted
@@ -61,9 +62,10 @@ class RequestPages:
         extra = extra_keys(self._request, self.page_tokens, epoch, self._adapter)
         return namespace.prompt(self._tokens(0), extra=extra)
 
-    def look(self, first: int) -> None:
-        """Look up the chunks from ``first`` on in the store."""
-        self.pages.look(first)
+    def look(self, first: int, *, prefix: bool = False) -> None:
+        """Look up the chunks from ``first`` on in the store; ``prefix``: those before the first that is missing."""
+        self.pages.look(first, prefix=prefix)
+        self.prefix = prefix
         self._leading.clear()
 
     def use_peers(self, peers: dict[str, int]) -> None:
@@ -109,7 +111,8 @@ class RequestPages:
 
     def _tokens(self, first: int) -> list[int]:
         end = min(self._request.num_tokens, self._max_tokens)
-        return list(self._request.all_token_ids[first:end])
+        tokens: list[int] = self._request.all_token_ids[first:end]  # a copy already
+        return tokens
 
 
 def cacheable(request: Any, *, items_hashed: bool, adapter: bytes | None) -> bool:

@@ -70,6 +70,7 @@ class KvfsWorker(OffloadingWorker):
         self.lost: set[int] = set()  # blocks that loads have not filled, to be reported with the next results
         self._jobs: dict[int, _TransferJob] = {}
         self._ended = threading.Event()  # set when a load ends
+        self.idle = False  # whether this step computes nothing: then ``wait_idle`` follows
         self._late: list[Transfer] = []  # withdrawn loads whose disk has not answered yet
         self._publishing: list[Transfer] = []  # saves whose blocks are free, without a result yet
         self._attached = [a for e in engine for a in e.attached]
@@ -205,8 +206,9 @@ class KvfsWorker(OffloadingWorker):
         seconds = self._settings.load_seconds
         if spec.match is not None:
             return self._io.load(
-                spec.match, units, after=self._event(), deadline=seconds, gentle=self._generating(), on_done=ended
-            )
+                spec.match, units, after=self._event(), deadline=seconds, gentle=self._generating(), on_done=ended,
+                at_once=self.idle,
+            )  # fmt: skip
         plan = spec.plans.get(self._peers.place.worker) if self._peers is not None else None
         if self._peers is None or plan is None:
             raise ConfigError("the scheduler planned a copy between ranks for a worker that is none")
@@ -270,11 +272,20 @@ class KvfsWorker(OffloadingWorker):
             self._ended.wait(IDLE_SECONDS)
         self._ended.clear()
         end = time.monotonic() + GATHER_SECONDS
-        while self._over() and any(job.load and not _is_over(job) for job in self._jobs.values()):
+        while self._over() and (loads := self._loading()):
             left = end - time.monotonic()
-            if left <= 0 or not self._ended.wait(min(left, NEXT_SECONDS)):
+            if left <= 0:
                 break
-            self._ended.clear()
+            loads[-1].done.wait(min(left, NEXT_SECONDS))  # each end in between would take a turn of the interpreter
+            if len(self._loading()) == len(loads):
+                break
+
+    def _loading(self) -> list[Transfer]:
+        """Loads that have not ended."""
+        jobs = self._jobs.values()
+        return [
+            job.transfer for job in jobs if job.load and job.transfer is not None and not job.transfer.done.is_set()
+        ]
 
     def _over(self) -> bool:
         return any(_is_over(job) for job in self._jobs.values())
