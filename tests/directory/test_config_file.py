@@ -129,3 +129,9 @@ def test_the_largest_file_is_edited_in_time() -> None:
     assert len(data) > config.TOML_BYTES_MAX * 0.8
     edited = config_file.set_value(data, "", "capacity", "2TiB", "kvfs.toml")
     assert edited == data.replace(b"1TiB", b"2TiB", 1)
+
+
+@pytest.mark.parametrize("key", ["requests", "url", "remote.size", "quota.a.size", "remote.", "capacities"])
+def test_a_setting_that_there_is_not_is_named(store_path: Path, key: str) -> None:
+    with pytest.raises(ConfigError, match=f"there is no setting '{key}': known are capacity, segment_bytes, "):
+        config_file.find(str(store_path), key, Files())
