@@ -26,7 +26,6 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from tools.mutants.excuses import excused
-from tools.mutants.reach import function_at
 from tools.mutants.tree import ROOT, Tree, Verdict, load_libraries
 from tools.mutations import MUTATIONS
 
@@ -40,8 +39,6 @@ PACKAGES = (
 )  # fmt: skip
 #: Tests of other packages that see much of the store, asked together with those of the mutant's own package.
 BROAD = ("tests/test_namespace.py", "tests/test_store_open.py", "tests/crash/test_order_of_writes.py")
-#: Tests of lines that no function runs: a module's numbers.
-NUMBERS = ("tests/test_numbers.py",)
 #: Any of these may run a mutant's function: all that do not drive a GPU, an engine or the documentation.
 WIDE = (
     "tests/bundles", "tests/catalog", "tests/cli", "tests/crash", "tests/directory", "tests/eviction", "tests/format",
@@ -127,8 +124,6 @@ def judge(tree: Tree, path: Path, text: str, line: int, *, new: bool = False, wi
         for some in (chosen[:FIRST_TESTS], chosen[FIRST_TESTS:])
         if some
     ]
-    if not function_at(path.read_text(encoding="utf-8"), line):
-        passes.append((exists(tree, *NUMBERS), None, NEAR_SECONDS))  # last: first, whether behaviour tells
     if not chosen:  # a module of constants, or a function that only child processes run
         passes.append((near(tree, path), None, NEAR_SECONDS))
     if wide:
