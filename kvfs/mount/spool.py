@@ -13,9 +13,8 @@ import threading
 from collections import OrderedDict
 
 IDLE_MAX = 1024  # copies that are kept without use: each takes a descriptor
-EMPTY_MAX = (
-    16  # emptied drafts that are kept for the next ones: ext4 is slow to make files where it has just removed some
-)
+#: Emptied drafts that are kept for the next ones: ext4 is slow to make files where it has just removed some.
+EMPTY_MAX = 16
 EMPTIED_BYTES_MAX = 1 << 20  # a larger draft costs more to fill than to make
 
 
