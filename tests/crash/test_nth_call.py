@@ -44,7 +44,7 @@ def test_without_faults_everything_is_stored_and_served(memory_path: Path, judge
     assert set(files.calls) >= {"open", "flock", "pwritev", "preadv", "fallocate", "rename", "map", "unlink", "fsync"}
 
 
-@pytest.mark.parametrize("share", range(SHARES))
+@pytest.mark.parametrize("share", [0, 1, *(pytest.param(n, marks=pytest.mark.slow) for n in range(2, SHARES))])
 @pytest.mark.parametrize("persistent", [False, True], ids=["once", "from_then_on"])
 def test_the_nth_call_fails(memory_path: Path, judge: Judge, persistent: bool, share: int) -> None:
     codes = (errno.EIO, errno.ENOSPC)

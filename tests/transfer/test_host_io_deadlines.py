@@ -145,8 +145,9 @@ def test_the_close_does_not_wait_for_a_read_that_hangs(ns: kvfs.Namespace, files
 
 
 def test_an_attached_engine_that_is_forgotten_leaves_no_thread(ns: kvfs.Namespace) -> None:
+    before = set(threading.enumerate())  # engines of other tests that nothing has collected yet
     io = ns.attach(Engine().kv, threads=1)
-    (thread,) = [one for one in threading.enumerate() if one.name == "kvfs-deadlines"]
+    (thread,) = [one for one in threading.enumerate() if one.name == "kvfs-deadlines" and one not in before]
     del io
     thread.join(SECONDS)
     assert not thread.is_alive()
