@@ -112,10 +112,15 @@ class HostLoad:
 
     @property
     def is_small(self) -> bool:
-        """Whether an engine's own thread may copy it, as far as its request says."""
+        """Whether an engine's own thread may copy it, as far as its request says.
+
+        Not in mode staging: no page is in the page cache, and even a read that waits for no disk has the kernel read
+        ahead into it.
+        """
         request = self._request
-        nbytes = sum(attached.page_bytes * len(chunks) for attached, chunks in request.pages)
-        return request.lookahead is None and request.after is None and nbytes <= AT_ONCE_BYTES
+        if request.lookahead is not None or request.after is not None or self._context.store.mode.direct:
+            return False
+        return sum(attached.page_bytes * len(chunks) for attached, chunks in request.pages) <= AT_ONCE_BYTES
 
     def run_at_once(self) -> bool:
         """In the engine's thread, which has nothing else to do: load everything, if it is little and nothing has to be

@@ -9,6 +9,7 @@ import pytest
 
 import kvfs
 from kvfs.native import library
+from kvfs.system.files import Files
 from kvfs.transfer import load as host_load
 from kvfs.transfer.host_io import HostIO
 from tests.transfer.test_host_io import LATE, LAYOUT, SECONDS, Engine, Gate, Log, blocks, flip, prompt, saved, settled
@@ -171,3 +172,18 @@ def test_a_load_that_is_late_is_not_copied(ns: kvfs.Namespace) -> None:
         result = transfer.wait(SECONDS)
         assert result is not None and (result.pages, result.reason) == (0, "deadline")
         assert (target.memory == 0xA5A5).all()
+
+
+def test_in_mode_staging_no_page_comes_into_the_page_cache(disk_path: Path) -> None:
+    """A read that waits for no disk has the kernel read ahead, so the caller does not even try."""
+    with kvfs.open(disk_path / "store", capacity="64MiB", mode="staging") as store:
+        ns = store.namespace("model", LAYOUT, revision="1")
+        source, target = saved(ns, 6), Engine(seed=None)
+        with ns.attach(target.kv, threads=1) as io, ns.match(prompt(6)) as match:
+            transfer = io.load(match, blocks(6), deadline=LATE, at_once=True)
+            io.load_at_once(SECONDS)
+            assert transfer.wait(SECONDS) and target.tokens(blocks(6)) == source.tokens(blocks(6))
+    for path in (disk_path / "store" / "segments").glob("*.kvs"):
+        with path.open("rb") as file:
+            size = path.stat().st_size
+            assert (Files().cached_bytes(file.fileno(), 0, size) or 0) < size // 2
