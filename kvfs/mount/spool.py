@@ -110,7 +110,7 @@ class Spool:
         os.close(file.fd)
 
     def release_draft(self, file: SpoolFile) -> None:
-        """Release a file that nobody but this process has read: another may get its inode, emptied."""
+        """Release a file that only this process has read: it may be emptied and reused for another draft."""
         if file.passed or file.size > EMPTIED_BYTES_MAX or len(self._empty) >= EMPTY_MAX:
             self.release(file)
             return

@@ -16,7 +16,7 @@ IDLE_MAX = 256  # small ones, too, take memory of the kernel
 
 
 class Rooms:
-    """Owns the rooms that nobody has. Thread-safe."""
+    """Owns the rooms that are not in use. Thread-safe."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()  # around what follows
@@ -31,7 +31,7 @@ class Rooms:
         return mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
 
     def give(self, room: mmap.mmap) -> None:
-        """A room that nobody reads or writes any more."""
+        """Take back a room that is no longer read or written."""
         with self._lock:
             self._idle.append(room)
             while len(self._idle) > IDLE_MAX or sum(map(len, self._idle)) > IDLE_BYTES_MAX:

@@ -404,7 +404,7 @@ class TransferControl:
                 interrupt = exc  # raised once those that wait for the end are told
             except BaseException:  # an engine's callback must not end a worker
                 log.exception("a callback of a transfer failed")
-            finally:  # no call in it, where an interrupt would leave this to nobody
+            finally:  # no call in it: an interrupt there would leave this undone
                 if mine:
                     self._dispatching = False
         if interrupt is not None:

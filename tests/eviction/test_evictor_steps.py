@@ -92,7 +92,9 @@ def test_room_is_made_segment_by_segment_until_there_is_enough(store: kvfs.Store
     assert evictor.make_room(100 * each, clock(store).monotonic() + 5.0), "some of it was freed"
     assert rows(store) == {} and not segment_files(Path(store.path))
     before_sleep = clock(store).monotonic()
-    assert evictor.make_room(1, before_sleep + 5.0), "a writer of the store tries again: a reader may let go"
+    assert evictor.make_room(1, before_sleep + 5.0), (
+        "a writer of the store tries again: a reader may release the segment"
+    )
     assert clock(store).monotonic() == pytest.approx(before_sleep + 0.02)
     for how in ({"disk_full": True}, {"owner": b"chatchat"}):
         assert not evictor.make_room(1, clock(store).monotonic() + 5.0, **how), "there is nothing to wait for"

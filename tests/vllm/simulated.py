@@ -206,6 +206,8 @@ class _Rank:
     def execute(self, output: Any, engine: SimulatedEngine) -> KVConnectorOutput:
         half, metadata = self.connector, output.kv_connector_metadata
         half.handle_preemptions(metadata)
+        assert half.connector_worker is not None and half.connector_worker.worker is not None
+        assert half.connector_worker.worker.step_tokens == output.total_num_scheduled_tokens  # type: ignore[attr-defined]
         half.bind_connector_metadata(metadata)
         if output.new_block_ids_to_zero:
             for view in self.views.values():

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from kvfs.integrations.vllm import worker
+from kvfs.integrations.vllm.manager import SaveSpec
 from kvfs.integrations.vllm.worker import KvfsWorker, _TransferJob
 
 
@@ -78,11 +79,19 @@ def test_an_idle_step_does_not_wait_for_an_endless_row_of_loads(monkeypatch: pyt
 def test_copies_are_gentle_next_to_steps_that_generate_tokens(tokens: int, gentle: bool) -> None:
     """Next to a prefill, or an engine that computes nothing, the copy engine is quicker and costs less."""
     half, asked = KvfsWorker.__new__(KvfsWorker), list[bool]()
-    half._on_gpu, half._settings, half.step_tokens = False, SimpleNamespace(load_seconds=1.0), tokens  # type: ignore[assignment]
-    half._io = SimpleNamespace(load=lambda *_, **options: asked.append(options["gentle"]))  # type: ignore[assignment]
-    half.idle = not tokens
+    settings, plan = SimpleNamespace(load_seconds=1.0, store_seconds=1.0), SimpleNamespace(missing={})
+    half._on_gpu, half._settings, half.step_tokens = False, settings, tokens  # type: ignore[assignment]
+    half._jobs, half.idle = {}, not tokens
+
+    def noted(*_: Any, **options: Any) -> None:
+        asked.append(options["gentle"])
+
+    half._io = SimpleNamespace(load=noted, save=noted)  # type: ignore[assignment]
+    half._is_ours = lambda spec: True  # type: ignore[method-assign]
+    half._placed = lambda src, dst: (plan, {})  # type: ignore[method-assign, assignment, return-value]
     half._begin_load(SimpleNamespace(match=object()), {})  # type: ignore[arg-type]
-    assert asked == [gentle]
+    half.submit_store(1, object(), SaveSpec(plan, {}, bytes(8)))  # type: ignore[arg-type]
+    assert asked == [gentle, gentle]
 
 
 @pytest.mark.parametrize("idle", [False, True])
