@@ -374,15 +374,15 @@ def test_registering_within_loads_stops_where_it_is_expensive_and_resumes_where_
     assert maps.ready(), "too few bytes were measured"
     register(0.25, 1.0)
     assert not maps.ready()
-    register(8, 0.02)
+    register(8, 0.06)
     assert maps.ready()
-    register(2, 0.05)
+    register(2, 0.1)
     assert not maps.ready()
     files.advance(9.9)
     assert not maps.ready()
     files.advance(0.1)
     assert maps.ready(), "one bad second does not decide for good"
-    register(0.25, 0.05)
+    register(0.25, 0.1)
     assert not maps.ready(), "it is measured again"
     os.close(fd)
 
