@@ -240,9 +240,7 @@ def test_a_program_without_a_name_is_python(directory: Directory, monkeypatch: p
 
 
 @pytest.mark.parametrize(("error", "opens"), [(errno.ENOSPC, True), (errno.EDQUOT, True), (errno.EIO, False)])
-def test_a_full_disk_does_not_keep_a_process_from_opening_the_store(
-    memory_path: Path, error: int, opens: bool
-) -> None:
+def test_a_full_disk_does_not_keep_a_process_from_opening_the_store(memory_path: Path, error: int, opens: bool) -> None:
     """The lock is enough, and the next beats try again."""
     kvfs.open(memory_path / "store", capacity="16MiB").close()
     files = FaultyFiles()
