@@ -335,6 +335,30 @@ def test_what_has_a_segments_name_and_is_none_stops_no_reclaim(store: kvfs.Store
     assert reclaimer.reclaim_dropped() and not list(doomed.iterdir())
 
 
+def test_a_directory_in_place_of_a_segments_file_is_set_aside(store: kvfs.Store, reclaimer: Reclaimer) -> None:
+    path, row = Path(store.path), rows(store)[1]
+    name = f"{row.segment_id.hex()}.kvs"
+    (path / "segments" / name).unlink()
+    (path / "segments" / name).mkdir()
+    (path / "segments" / name / "kept").write_bytes(b"x")
+    before = used(store)
+    assert reclaimer.drop(1) and used(store) == before - row.allocated
+    (aside,) = (path / "quarantine").iterdir()
+    assert (aside / "kept").read_bytes() == b"x" and not list((path / "doomed").iterdir())
+
+
+def test_the_access_times_of_a_segment_go_with_its_file(store: kvfs.Store, reclaimer: Reclaimer) -> None:
+    row, context = rows(store)[1], store._shared.c
+    context.access_times.stamp(row.segment_id, 0, [5] * row.records)
+    context.access_times.flush()
+    assert any(context.access_times.raw(row.segment_id))
+    fd = hold(row, store)
+    assert not reclaimer.drop(1) and any(context.access_times.raw(row.segment_id)), "still held"
+    os.close(fd)
+    assert reclaimer.reclaim_dropped() == row.allocated
+    assert not any(context.access_times.raw(row.segment_id))
+
+
 def test_files_that_no_row_names_are_charged_once(store: kvfs.Store, evictor: Evictor) -> None:
     path = Path(store.path)
     (path / "segments" / ("1" * 32 + ".kvs")).write_bytes(bytes(10_000))
@@ -377,6 +401,58 @@ def test_a_sweep_goes_once_through_all_rows_after_a_drop(
     reclaimer.sweep_all(clock(store).monotonic())
     assert store._shared.c.index.read(lambda s: s.ledger().unswept, 5.0) in (0, 2)
     reclaimer.sweep_all()
+    assert store._shared.c.index.read(lambda s: s.ledger().unswept, 5.0) == 0
+
+
+@pytest.mark.parametrize("old", ["", "zz"], ids=["below", "above"])
+def test_a_sweep_of_another_index_begins_at_its_start(
+    store: kvfs.Store, reclaimer: Reclaimer, monkeypatch: pytest.MonkeyPatch, old: str
+) -> None:
+    """An index that a rebuild replaced meanwhile: how far the sweep of the old one had come says nothing of it."""
+    monkeypatch.setattr(reclaimer_module, "SWEEP_ROWS", 2)
+    reclaimer.drop(1)
+    assert reclaimer.sweep_step(1)
+    at = reclaimer._sweep_at
+    assert at is not None and at > b"\0"
+    reclaimer._sweep_generation, reclaimer._sweep_at = old, b"\xff" * 40
+    with counted(store) as moved:
+        assert reclaimer.sweep_step(1) and reclaimer._sweep_at == at, "as in the first step"
+        assert not reclaimer.sweep_step(9)
+        assert moved("rows_swept") <= 1
+    assert store._shared.c.index.read(lambda s: s.ledger().unswept, 5.0) == 0
+
+
+def test_a_sweep_that_is_not_over_counts_no_segment_as_swept(
+    store: kvfs.Store, reclaimer: Reclaimer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A segment dropped while the rows are swept needs another round: its rows may be behind the sweep."""
+    monkeypatch.setattr(reclaimer_module, "SWEEP_ROWS", 2)
+    index = store._shared.c.index
+    reclaimer.drop(1)
+    assert reclaimer.sweep_step(1)
+    reclaimer.drop(2)
+    assert index.read(lambda s: s.ledger().unswept, 5.0) == 2
+    assert reclaimer.sweep_step(2), "the end of the first round"
+    assert index.read(lambda s: s.ledger().unswept, 5.0) == 1
+    assert not reclaimer.sweep_step(9)
+    assert index.read(lambda s: s.ledger().unswept, 5.0) == 0
+    reclaimer.drop(3)
+    assert reclaimer.sweep_step(1)
+    reclaimer.abandon()
+    with counted(store) as moved:
+        assert not reclaimer.sweep_step(9) and moved("rows_swept") <= 1, "a child begins at the start"
+    assert index.read(lambda s: s.ledger().unswept, 5.0) == 0
+
+
+def test_an_index_that_does_not_answer_ends_no_sweep(
+    store: kvfs.Store, reclaimer: Reclaimer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def slow(context: Any) -> int:
+        raise IndexUnavailableError("slow")
+
+    monkeypatch.setattr(reclaimer_module, "forget_namespaces", slow)
+    reclaimer.drop(1)
+    assert not reclaimer.sweep_step(9)
     assert store._shared.c.index.read(lambda s: s.ledger().unswept, 5.0) == 0
 
 

@@ -193,3 +193,59 @@ def test_features_that_do_not_stop_a_reader_are_ignored(offset: int) -> None:
 @given(st.integers(0, 2**40), st.sampled_from([8, 512, 4096]))
 def test_align_rounds_up_to_the_next_multiple(offset: int, to: int) -> None:
     assert offset <= fmt.align(offset, to) < offset + to and fmt.align(offset, to) % to == 0
+
+
+# ---------------------------------------------------------------- tables
+
+
+def table_of(*entries: Entry, slots: int = 4) -> memoryview:
+    packed = b"".join(fmt.pack_entry(entry, SEED) for entry in entries)
+    return memoryview(packed.ljust(slots * fmt.ENTRY_BYTES, b"\0"))
+
+
+def test_a_table_is_read_up_to_the_first_slot_that_holds_no_entry() -> None:
+    some = [ENTRY._replace(seq=n, chunk_hash=bytes([n]) * 32) for n in range(3)]
+    table = table_of(*some)
+    assert [entry for entry, _ in fmt.parse_entries(table, SEED)] == some
+    assert [check for _, check in fmt.parse_entries(table, SEED)] == [
+        fmt.entry_check(fmt.pack_entry(entry, SEED)) for entry in some
+    ]
+    assert fmt.parse_names(table, SEED) == ([entry.chunk_hash for entry in some], None)
+    assert not list(fmt.parse_entries(table, SEED + 1)) and fmt.parse_names(table, SEED + 1) == ([], None)
+    torn = bytearray(table)
+    torn[fmt.ENTRY_BYTES] ^= 1
+    assert [entry for entry, _ in fmt.parse_entries(memoryview(torn), SEED)] == some[:1]
+    assert fmt.parse_names(memoryview(torn), SEED) == ([some[0].chunk_hash], None)
+    strange = table_of(some[0], ENTRY._replace(kind=9), some[1])
+    assert [entry for entry, _ in fmt.parse_entries(strange, SEED)] == some[:1]
+
+
+@pytest.mark.parametrize("before", [0, 1, 2])
+def test_names_end_at_the_entry_that_says_where_the_next_table_is(before: int) -> None:
+    chain = ENTRY._replace(kind=fmt.KIND_CHAIN, payload=0x50000, chunk_hash=bytes(32))
+    table = table_of(*[ENTRY] * before, chain, ENTRY)
+    assert fmt.parse_names(table, SEED) == ([ENTRY.chunk_hash] * before + [bytes(32)], 0x50000)
+
+
+# ---------------------------------------------------------------- purge marks
+
+
+def test_what_a_purge_mark_covers() -> None:
+    mark = fmt.PurgeMark(SEGMENT, fmt.PURGE_PENDING, epoch=2, bits=bytes([0b1000_0010, 0b1]))
+    assert mark.pending and not mark.whole
+    assert [seq for seq in range(40) if mark.covers(ENTRY._replace(seq=seq, epoch=2))] == [1, 7, 8]
+    for epoch, covered in ((0, True), (2, True), (3, False)):
+        assert mark.covers(ENTRY._replace(seq=7, epoch=epoch)) is covered, "slots that an adopter used again"
+    whole = mark._replace(flags=fmt.PURGE_ALL, bits=b"")
+    assert whole.whole and not whole.pending and whole.covers(ENTRY._replace(seq=10_000, epoch=9))
+
+
+def test_a_purge_mark_survives_the_disk_and_is_refused_when_torn() -> None:
+    for bits in (b"", b"\1", bytes(range(200))):
+        mark = fmt.PurgeMark(SEGMENT, fmt.PURGE_PENDING, 7, bits)
+        packed = fmt.pack_purge_mark(mark)
+        assert fmt.parse_purge_mark(packed) == mark
+        assert fmt.parse_purge_mark(packed[:-1]) is None and fmt.parse_purge_mark(packed + b"\0") is None
+    body = struct.pack("<8s16sIII", fmt.PURGE_MAGIC, SEGMENT, 1, 7, 4) + b"\1\2\3"  # says one byte more than it has
+    for damaged in (body, b"KVFSPRG2" + body[8:-4] + struct.pack("<I", 3) + body[-3:]):
+        assert fmt.parse_purge_mark(damaged + struct.pack("<Q", xxhash.xxh3_64_intdigest(damaged))) is None
