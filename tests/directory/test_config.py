@@ -60,6 +60,8 @@ def test_a_capacity_is_divided_without_a_rest() -> None:
         ({"mode": "memory", "sync": "batch"}, "nothing survives"),
         ({"codec": "zip"}, "codec"),
         ({"bundle_key": "key"}, "absolute"),
+        ({"bundle_key": "/a\nb"}, "absolute"),
+        ({"quotas": {5: Quota()}}, "kvfs.Quota"),
         ({"quotas": {"a": Quota(guaranteed_bytes=32 * MIB + 1)}}, "half the capacity"),
         ({"quotas": {"a": 5}}, "kvfs.Quota"),
     ],
@@ -82,8 +84,10 @@ def test_settings_at_their_limits_are_accepted() -> None:
 
 @pytest.mark.parametrize(
     ("text", "size"),
-    [("1", 1), ("3k", 3000), ("3KiB", 3 * KIB), (" 1.5 GiB ", 3 * GIB // 2), ("2T", 2 * 10**12), ("1ti", TIB), (7, 7)],
-)
+    [("1", 1), ("3k", 3000), ("3KiB", 3 * KIB), (" 1.5 GiB ", 3 * GIB // 2), ("2T", 2 * 10**12), ("1ti", TIB), (7, 7),
+     ("5MB", 5 * 10**6), ("5mib", 5 * MIB), ("6g", 6 * 10**9), ("0", 0), ((1 << 62) - 1, (1 << 62) - 1), ("8b", 8),
+     (f"{(1 << 60) + 1}", (1 << 60) + 1)],
+)  # fmt: skip
 def test_sizes_are_decimal_or_binary(text: str | int, size: int) -> None:
     assert parse_size(text) == size
 
@@ -95,8 +99,10 @@ def test_what_is_no_size_is_refused(text: Any) -> None:
 
 
 @pytest.mark.parametrize(
-    ("text", "seconds"), [("90", 90), ("2m", 120), ("1.5h", 5400), ("1d", 86400), ("2w", 1209600), (3, 3), (0.5, 0.5)]
-)
+    ("text", "seconds"),
+    [("90", 90), ("2m", 120), ("1.5h", 5400), ("1d", 86400), ("2w", 1209600), (3, 3), (0.5, 0.5), ("4 S", 4), (0, 0),
+     (999_999_999_999, 999_999_999_999)],
+)  # fmt: skip
 def test_durations_have_units(text: Any, seconds: float) -> None:
     assert parse_duration(text) == seconds
 

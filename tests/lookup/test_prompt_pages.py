@@ -4,13 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 
 import kvfs
-from kvfs.lookup import matcher
+from kvfs.lookup import matcher, prompt_pages
 from kvfs.pages.chunk_set import bits_of
+from kvfs.pages.layout import Cell, Group, Need, PageLayout
 from tests.stores import TINY_BYTES, seeded, tiny, tokens_of
 
 CHUNK = 16
@@ -173,3 +175,101 @@ def test_a_prompt_whose_first_page_is_lost_matches_nothing(memory_path: Path) ->
         assert store.purge(ns, chunks=ns.chunk_hashes(tokens)[:1]).pages == 1
         with ns.match(tokens) as match:
             assert not match and match.groups[0].count == 0 and not match.groups[0].hits and not match.segments
+
+
+# -- what a prompt may be ----------------------------------------------------------------------
+
+
+def test_a_prompt_has_at_most_so_many_tokens(ns: kvfs.Namespace, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(prompt_pages, "TOKENS_MAX", 2 * CHUNK)
+    tokens = tokens_of(1, 3)
+    pages = ns.prompt(tokens[: 2 * CHUNK - 1])
+    pages.extend(tokens[:1])
+    assert (pages.chunks, pages.tokens) == (2, 2 * CHUNK)
+    for refused in (lambda: pages.extend([1]), lambda: ns.prompt(tokens[: 2 * CHUNK + 1])):
+        with pytest.raises(kvfs.ConfigError, match="33 token ids: at most 32 in one prompt"):
+            refused()
+    assert pages.chunks == 2
+    hashes = ns.chunk_hashes(tokens[: 2 * CHUNK])
+    assert ns.prompt(hashes=hashes).chunks == 2
+    with pytest.raises(kvfs.ConfigError, match="3 hashes: at most those of 32 tokens in one prompt"):
+        ns.prompt(hashes=[*hashes, hashes[0]])
+
+
+@pytest.mark.parametrize(
+    ("extra", "message"),
+    [([1], "extra is list: pass a mapping"), ({-1: b"x"}, "extra maps -1 to bytes"), ({"1": b"x"}, "extra maps '1'"),
+     ({1: "x"}, "extra maps 1 to str"), ({True: b"x"}, "extra maps True"), ({0: b"x", 2: None}, "extra maps 2 to")],
+)  # fmt: skip
+def test_extra_keys_that_are_none_are_refused(ns: kvfs.Namespace, extra: Any, message: str) -> None:
+    for refused in (ns.prompt, ns.match):
+        with pytest.raises(kvfs.ConfigError, match=message):
+            refused(tokens_of(1, 3), extra=extra)
+
+
+def test_the_tokens_that_are_left_to_compute_are_not_looked_up(ns: kvfs.Namespace) -> None:
+    tokens = tokens_of(1, 3)
+    ns.put(tokens, seeded(1, 3 * TINY_BYTES))
+    for leave, chunks in ((0, 3), (1, 2), (CHUNK, 2), (CHUNK + 1, 1), (3 * CHUNK, 0), (1000, 0)):
+        with ns.match(tokens, leave=leave) as match:
+            assert match.chunks == chunks
+    for wrong in (-1, 1.0, True, None):
+        with pytest.raises(kvfs.ConfigError, match="pass the number of tokens to compute, 0 or more"):
+            ns.match(tokens, leave=wrong)  # type: ignore[arg-type]
+
+
+# -- what a reader needs -----------------------------------------------------------------------
+
+
+@pytest.fixture
+def hybrid(store_path: Path) -> Iterator[kvfs.Namespace]:
+    cell = Cell("bf16", 2)
+    groups = [
+        Group("full", (0, 1), 1, cell, Need.all(), CHUNK),
+        Group("window", (2,), 1, cell, Need.window_of(3 * CHUNK), CHUNK),
+    ]
+    with kvfs.open(store_path, capacity="32MiB") as store:
+        yield store.namespace("hybrid", PageLayout.of(groups, CHUNK), "1")
+
+
+def put(ns: kvfs.Namespace, tokens: list[int], first: int, window: tuple[int, int], end: int) -> None:
+    counts = {"full": end - first, "window": window[1] - window[0]}
+    pages = {g.name: bytes([7]) * g.page_bytes * counts[g.name] for g in ns.layout.groups}
+    assert not ns.put(tokens, pages, start={"full": first, "window": window[0]}).declined
+
+
+def test_a_prompt_is_restorable_where_each_group_has_what_it_needs(hybrid: kvfs.Namespace) -> None:
+    tokens = tokens_of(1, 9)
+    pages = hybrid.prompt(tokens)
+    pages.look()
+    assert pages.restorable() == 0
+    put(hybrid, tokens, 0, (3, 6), 8)
+    pages.look()
+    assert pages.stored == {"full": bits(range(8)), "window": bits(range(3, 6))} and pages.restorable() == 6
+    assert [len(pages.joined_hashes(n)) for n in (0, 2, 9, 99)] == [0, 64, 288, 288]
+    assert pages.joined_hashes(2) == b"".join(hybrid.chunk_hashes(tokens)[:2])
+    assert pages.needed(0, 9) == {"full": 0, "window": 6} and pages.needed(0, 2) == {"full": 0, "window": 0}
+    assert pages.needed(7, 9) == {"full": 7, "window": 7} and pages.needed(2, 6) == {"full": 2, "window": 3}
+
+
+def test_a_look_replaces_what_is_known_from_its_first_chunk_on(ns: kvfs.Namespace) -> None:
+    tokens = tokens_of(1, 6)
+    name = ns.layout.groups[0].name
+    pages = ns.prompt(tokens)
+    pages.stored, pages.writing = {name: 0b111}, {name: 0b110}
+    pages.look(2)
+    assert pages.stored == {name: 0b011} and pages.writing == {name: 0b010}, "before it nothing was asked"
+    ns.put(tokens, seeded(1, 6 * TINY_BYTES))
+    pages.look(4)
+    assert pages.stored == {name: 0b110011}
+    pages.look()
+    assert pages.stored == {name: 0b111111} and pages.writing == {name: 0}
+
+
+def test_pages_of_opaque_keys_have_no_tokens(store_path: Path) -> None:
+    with kvfs.open(store_path, capacity="32MiB") as store:
+        opaque = store.namespace("opaque", kvfs.PageLayout.opaque(100, 16), "1")
+        with pytest.raises(kvfs.ConfigError, match="use match_keys and put_keys"):
+            opaque.match([1, 2, 3])
+        pages = opaque.prompt(keys=[b"a", b"b", b"c"])
+        assert pages.joined_hashes(2) == b"".join(pages.hashes[:2]) and pages.chunks == 3
