@@ -19,7 +19,7 @@
 #include <stddef.h>
 #include <stdint.h>
 
-#define KVFS_ABI 8 /* changes with any signature or struct below; the loader refuses another one */
+#define KVFS_ABI 9 /* changes with any signature or struct below; the loader refuses another one */
 #define KVFS_PUBLIC __attribute__((visibility("default")))
 
 enum { KVFS_FEATURE_SHA = 1, KVFS_FEATURE_AVX2 = 2, KVFS_FEATURE_NEON = 4 };
@@ -47,6 +47,11 @@ typedef struct {
 KVFS_PUBLIC void kvfs_chain(
     const uint8_t *tokens, uint64_t first, uint64_t end, uint64_t step, const uint8_t *seed, uint64_t seed_bytes,
     const kvfs_extra *extra, uint64_t n_extra, const uint8_t *extra_bytes, uint8_t *out);
+
+/* kvfs.pages.chunk_hash.chunk_of_key of keys of one length: out[i] = SHA-256(head + key i), 32 bytes each.
+ * Pre: keys has count * key_bytes bytes, out 32 * count. */
+KVFS_PUBLIC void kvfs_keys(
+    const uint8_t *head, uint64_t head_bytes, const uint8_t *keys, uint64_t key_bytes, uint64_t count, uint8_t *out);
 
 /* BLAKE2b-256 of data. Post: out has 32 bytes. */
 KVFS_PUBLIC void kvfs_blake2b(const uint8_t *data, uint64_t nbytes, uint8_t *out);
@@ -145,6 +150,22 @@ typedef struct {
     uint64_t rows_read;      /* keys that were looked for */
     uint64_t txn;            /* number of the last commit */
 } kvfs_walked;
+
+/* Pages of keys that are neighbours in the prompt and in a segment. */
+typedef struct {
+    uint32_t chunk, pages;   /* how many, from ``chunk`` on */
+    uint32_t segment, codec;
+    uint32_t stored, leaves; /* bytes of one page, leaves of it */
+    uint32_t seq;            /* record of the first one; the others follow */
+    uint32_t step;           /* blocks from one to the next; 0: there is one */
+    uint64_t block, leaf;    /* of the first one; leaf tables follow one another, or are all 0 */
+} kvfs_stretch;
+
+/* kvfs.index.rows.Row.stretches of the rows of one part that a walk with run_length 1 has returned, joined.
+ * Pre: ``values`` is what the walk filled; out has n_rows entries, roots 16 * n_rows bytes.
+ * Post: the number of stretches; roots has those of their pages, in the same order. */
+KVFS_PUBLIC uint64_t kvfs_stretches(
+    const kvfs_row *rows, uint64_t n_rows, const uint8_t *values, uint32_t part, kvfs_stretch *out, uint8_t *roots);
 
 /* kvfs.lookup.search.GroupLookup.read_runs: reads the rows of runs [first, end) as of one commit, at most
  * rows_max keys (more only within the last run), up to and including the first run that is not covered as a whole.

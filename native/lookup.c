@@ -258,3 +258,34 @@ int64_t kvfs_parts(
     }
     return index_end(index, n < 0 && n != -ENOENT ? n : parts);
 }
+
+/* -- pages of keys ------------------------------------------------------------------------------------------------ */
+
+/* Whether a page continues a stretch; its first two pages say how far apart all of them are. */
+static int continues(const kvfs_stretch *s, const kvfs_stretch *page) {
+    uint64_t step = s->pages == 1 ? page->block - s->block : s->step;
+    return page->chunk == s->chunk + s->pages && page->segment == s->segment && page->codec == s->codec &&
+           page->stored == s->stored && page->leaves == s->leaves && page->seq == (uint64_t)s->seq + s->pages &&
+           page->block > s->block && step <= UINT32_MAX && page->block == s->block + s->pages * step &&
+           page->leaf == (s->leaf ? s->leaf + (uint64_t)s->pages * s->leaves : 0);
+}
+
+uint64_t kvfs_stretches(
+    const kvfs_row *rows, uint64_t n_rows, const uint8_t *values, uint32_t part, kvfs_stretch *out, uint8_t *roots) {
+    uint64_t n = 0;
+    for (uint64_t i = 0; i < n_rows; i++) {
+        if (rows[i].part != part || !(rows[i].bits & 1)) continue;
+        const uint8_t *p = values + rows[i].at, *e = p + ROW_HEAD; /* chunk 0 is in the first extent */
+        kvfs_stretch page = {rows[i].run, 1, load32(e + 4), e[2], load32(e + 16), load32(p + 16), load32(e + 24), 0,
+                             load32(e + 8), load32(e + 20)};
+        memcpy(roots, e + EXTENT * p[9] + HASH * (unsigned)__builtin_popcount(load32(p + 12)), ROOT);
+        roots += ROOT;
+        kvfs_stretch *last = n ? &out[n - 1] : NULL;
+        if (last && continues(last, &page)) {
+            if (last->pages++ == 1) last->step = (uint32_t)(page.block - last->block);
+        } else {
+            out[n++] = page;
+        }
+    }
+    return n;
+}

@@ -153,3 +153,16 @@ void kvfs_chain(
         parent_bytes = 32;
     }
 }
+
+void kvfs_keys(
+    const uint8_t *head, uint64_t head_bytes, const uint8_t *keys, uint64_t key_bytes, uint64_t count, uint8_t *out) {
+    blocks_of *blocks = kvfs_cpu() & KVFS_FEATURE_SHA ? blocks_fast : blocks_portable;
+    for (uint64_t i = 0; i < count; i++) {
+        sha h;
+        memcpy(h.state, START, 32);
+        h.total = 0;
+        add(&h, blocks, head, head_bytes);
+        add(&h, blocks, keys + i * key_bytes, key_bytes);
+        finish(&h, blocks, out + 32 * i);
+    }
+}

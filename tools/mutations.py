@@ -345,7 +345,7 @@ MUTATIONS = (
     ),
     Mutation(
         "put pages of keys into rows of 32", "kvfs/lookup/prompt_pages.py",
-        "for key in keys], run_length=1)", "for key in keys])",
+        "identity.seed), run_length=1)", "identity.seed))",
         ("tests/lookup/test_prompt_pages_names.py",),
     ),
     Mutation(

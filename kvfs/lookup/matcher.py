@@ -199,7 +199,7 @@ class Matcher:
 
     def note_use(self, lookup: GroupLookup, at_us: int) -> None:
         """Set the access time of the pages that ``lookup`` found, for a request that uses them without a load."""
-        hits = [hit for run in sorted(lookup.found.hits) for hit in lookup.found.hits_of(run)]
+        hits = Hits(lookup.found.hits, range(lookup.prompt.runs()))
         for segment, seq, count in used_ranges(hits, lookup.prompt.run_length, lookup.found.present):
             self._c.access_times.stamp(lookup.segments[segment], seq, [at_us] * count)
 
@@ -207,7 +207,7 @@ class Matcher:
         """Of what was found of a group, chunks [first, end)."""
         group, length = lookup.group, lookup.prompt.run_length
         runs = range(first // length, -(-end // length)) if end else range(0)
-        hits = Hits([(run, lookup.found.hits[run]) for run in runs if run in lookup.found.hits])
+        hits = Hits(dict(lookup.found.hits), runs)
         need = group.need.chunks(self._layout.page_tokens)
         present = lookup.found.present & span(first, end - first)
         return GroupMatch(

@@ -9,9 +9,9 @@ from typing import Any, NamedTuple
 
 from kvfs.errors import ConfigError
 from kvfs.index.rows import Place
-from kvfs.lookup.row_hits import Hit
+from kvfs.lookup.row_hits import Hit, Hits
 from kvfs.lookup.search import valid_lengths
-from kvfs.pages.chunk_set import span
+from kvfs.pages.chunk_set import span, streaks_of
 from kvfs.pages.layout import Part
 from kvfs.segments.open_segments import OpenSegment
 from kvfs.types import Tier
@@ -59,7 +59,7 @@ class GroupMatch:
         if (first, count) == (self.first, self.count):
             return self
         runs = range(first // self.run_length, -(-(first + count) // self.run_length))
-        hits = tuple(hit for hit in self.hits if hit.run in runs)
+        hits = self.hits.within(runs) if isinstance(self.hits, Hits) else tuple(h for h in self.hits if h.run in runs)
         return replace(self, first=first, count=count, hits=hits, present=self.present & span(first, count))
 
     def for_part(self, part: Part, part_bytes: int) -> GroupMatch:
@@ -233,16 +233,27 @@ def used_ranges(hits: Iterable[Hit], run_length: int, good: int) -> list[tuple[i
     """(segment, first record, count) of the records that store the chunks in ``good``; neighbours are merged."""
     ranges: list[tuple[int, int, int]] = []
     segment = first = count = 0
+    for number, seq, records in _used(hits, run_length, good):
+        if number == segment and first + count == seq:
+            count += records
+            continue
+        if count:
+            ranges.append((segment, first, count))
+        segment, first, count = number, seq, records
+    return [*ranges, (segment, first, count)] if count else ranges
+
+
+def _used(hits: Iterable[Hit], run_length: int, good: int) -> Iterator[tuple[int, int, int]]:
+    """``used_ranges`` before neighbours are merged."""
+    stretches = hits.stretches(None) if run_length == 1 and isinstance(hits, Hits) else None
+    if stretches is not None:
+        for one in stretches:
+            for chunk, count in streaks_of(good & span(one.chunk, one.pages)):
+                yield one.segment, one.seq + chunk - one.chunk, count
+        return
     for hit in hits:
         bits = hit.bits & good >> hit.run * run_length
         row = hit.row() if bits else None
         for e in row.extents if row is not None else ():
-            if not bits >> e.first & (1 << e.chunks) - 1:
-                continue
-            if e.segment == segment and first + count == e.seq:
-                count += e.chunks
-                continue
-            if count:
-                ranges.append((segment, first, count))
-            segment, first, count = e.segment, e.seq, e.chunks
-    return [*ranges, (segment, first, count)] if count else ranges
+            if bits >> e.first & (1 << e.chunks) - 1:
+                yield e.segment, e.seq, e.chunks

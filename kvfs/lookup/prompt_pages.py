@@ -80,11 +80,15 @@ def prompt_of_hashes(identity: Identity, hashes: Sequence[bytes]) -> Prompt:
 def prompt_of_keys(identity: Identity, keys: Sequence[bytes]) -> Prompt:
     """The pages of an engine's keys, which have no order, as a prompt with runs of one chunk."""
     _check_names("keys", keys)
-    return Prompt(identity.digest, [chunk_hash.chunk_of_key(key, identity.seed) for key in keys], run_length=1)
+    return Prompt(identity.digest, chunk_hash.chunks_of_keys(keys, identity.seed), run_length=1)
 
 
 def _check_names(what: str, names: Sequence[bytes]) -> None:
-    if isinstance(names, (bytes, str)) or not all(isinstance(name, bytes) and name for name in names):
+    if (
+        isinstance(names, (bytes, str))
+        or not all(issubclass(kind, bytes) for kind in set(map(type, names)))
+        or not all(names)
+    ):
         raise ConfigError(f"{what} must be a sequence of non-empty bytes objects, one per page")
 
 

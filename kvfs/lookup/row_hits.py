@@ -7,11 +7,14 @@ for each would take as long as the walk, and most lookups of an engine's schedul
 from __future__ import annotations
 
 import struct
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import groupby
 from typing import Any, TypeAlias, overload
 
 from kvfs.index.rows import Row, checked_row, parse_row
+from kvfs.native import key_pages
+from kvfs.native.key_pages import ROOT_BYTES, Stretch
 from kvfs.pages.layout import Part
 
 _ROW = struct.Struct("<IIIIQ40s")  # kvfs_row
@@ -57,6 +60,17 @@ class HitBlock:
             self._hits = hits
         return self._hits.get(run, ())
 
+    def stretches(self, part: Part | None) -> list[Stretch] | None:
+        """Of keys, the pages that are stored as ``part``, or as any, by part. None without the native library."""
+        found = list[Stretch]()
+        for number, stored in enumerate(self._parts):
+            if part is None or part == stored:
+                some = key_pages.stretches(self._rows, self._values, number)
+                if some is None:
+                    return None
+                found += some
+        return found
+
 
 #: Hits of a run, or the block that has them.
 RunHits: TypeAlias = "Sequence[Hit] | HitBlock"
@@ -69,16 +83,35 @@ def hits_of(run: int, found: RunHits) -> Sequence[Hit]:
 class Hits(Sequence[Hit]):
     """The hits of some runs, in the order of the prompt. Immutable; pickled as a tuple."""
 
-    __slots__ = ("_hits", "_runs")
+    __slots__ = ("_found", "_hits", "_runs")
 
-    def __init__(self, runs: Sequence[tuple[int, RunHits]] = ()) -> None:
-        self._runs = runs
+    def __init__(self, found: Mapping[int, RunHits], runs: range) -> None:
+        """``found`` (by run) stays as it is."""
+        self._found, self._runs = found, runs
         self._hits: tuple[Hit, ...] | None = None
 
     def all(self) -> tuple[Hit, ...]:
         if self._hits is None:
-            self._hits = tuple(hit for run, found in self._runs for hit in hits_of(run, found))
+            found = self._found
+            self._hits = tuple(hit for run in self._runs if run in found for hit in hits_of(run, found[run]))
         return self._hits
+
+    def within(self, runs: range) -> Hits:
+        """Those of ``runs``, which follow one another."""
+        return Hits(self._found, range(max(self._runs.start, runs.start), min(self._runs.stop, runs.stop)))
+
+    def stretches(self, part: Part | None) -> list[Stretch] | None:
+        """Of keys, ``HitBlock.stretches`` of all runs: no object for each page. None where Python has read some."""
+        every, at = list[Stretch](), self._runs.start
+        for hits, same in groupby(map(self._found.get, self._runs)):
+            end = at + sum(1 for _ in same)
+            if hits:
+                some = hits.stretches(part) if isinstance(hits, HitBlock) else None
+                if some is None:
+                    return None
+                every += [cut for one in some if (cut := _within(one, at, end)) is not None]
+            at = end
+        return every
 
     def __len__(self) -> int:
         return len(self.all())
@@ -102,3 +135,16 @@ class Hits(Sequence[Hit]):
 
     def __reduce__(self) -> tuple[Any, ...]:
         return tuple, (self.all(),)
+
+
+def _within(one: Stretch, first: int, end: int) -> Stretch | None:
+    """The pages of a stretch in [first, end); None if there are none."""
+    skipped = max(0, first - one.chunk)
+    pages = min(one.chunk + one.pages, end) - one.chunk - skipped
+    if pages == one.pages or pages <= 0:
+        return one if pages > 0 else None
+    return one._replace(
+        chunk=one.chunk + skipped, pages=pages, seq=one.seq + skipped, block=one.block + skipped * one.step,
+        leaf=one.leaf and one.leaf + skipped * one.leaves,
+        roots=one.roots[ROOT_BYTES * skipped : ROOT_BYTES * (skipped + pages)],
+    )  # fmt: skip

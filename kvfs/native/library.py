@@ -14,7 +14,7 @@ import sys
 from collections.abc import Iterator
 from ctypes import POINTER, c_char_p, c_int, c_int32, c_int64, c_uint32, c_uint64, c_void_p
 
-ABI = 8  # of native/kvfs_native.h
+ABI = 9  # of native/kvfs_native.h
 NAME = "_kvfs_native.so"
 SWITCHED_OFF = "off: KVFS_NATIVE=0"  # a ``state``
 FEATURE_SHA = 1  # of the CPU: its own SHA-256 instructions
@@ -90,6 +90,7 @@ _FUNCTIONS: dict[str, tuple[object, tuple[object, ...]]] = {
     "kvfs_chain": (
         None, (c_char_p, c_uint64, c_uint64, c_uint64, c_char_p, c_uint64, c_char_p, c_uint64, c_char_p, c_void_p),
     ),
+    "kvfs_keys": (None, (c_char_p, c_uint64, c_char_p, c_uint64, c_uint64, c_void_p)),
     "kvfs_blake2b": (None, (c_char_p, c_uint64, c_void_p)),
     "kvfs_xxh3_64": (c_uint64, (c_char_p, c_uint64, c_uint64)),
     "kvfs_xxh3_128": (None, (c_char_p, c_uint64, c_void_p)),
@@ -99,6 +100,7 @@ _FUNCTIONS: dict[str, tuple[object, tuple[object, ...]]] = {
     "kvfs_walk": (c_int64, (c_void_p, POINTER(Lookup), c_uint64, c_uint64, c_uint64, c_int, POINTER(Walked))),
     "kvfs_there": (c_int64, (c_void_p, POINTER(Lookup), c_uint64, c_uint64, c_uint64, c_void_p)),
     "kvfs_parts": (c_int64, (c_void_p, c_char_p, c_uint64, c_void_p, c_uint64, POINTER(c_uint64))),
+    "kvfs_stretches": (c_uint64, (c_char_p, c_uint64, c_char_p, c_uint32, c_void_p, c_void_p)),
     "kvfs_is_row": (c_int, (c_char_p, c_char_p, c_uint64)),
     "kvfs_files_bytes": (c_uint64, ()),
     "kvfs_files_init": (None, (c_void_p,)),

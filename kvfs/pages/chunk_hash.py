@@ -23,7 +23,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from typing import Any, overload
 
 from kvfs.errors import ConfigError
-from kvfs.native import hash_chain
+from kvfs.native import hash_chain, key_pages
 from kvfs.types import ExtraKeys, TokensLike
 
 HASH_BYTES = 32
@@ -117,6 +117,12 @@ def chain(tokens: bytes, page_tokens: int, seed: bytes, extra: ExtraKeys | None 
 def chunk_of_key(key: bytes, seed: bytes) -> bytes:
     """Chunk hash of an engine's opaque key."""
     return hashlib.sha256(_KEY + seed + key).digest()
+
+
+def chunks_of_keys(keys: Sequence[bytes], seed: bytes) -> ChunkHashes:
+    """Chunk hashes of an engine's opaque keys."""
+    native = key_pages.chunk_hashes(_KEY + seed, keys)
+    return ChunkHashes(b"".join([chunk_of_key(key, seed) for key in keys]) if native is None else native)
 
 
 def page_keys(namespace_digest: bytes, group: str) -> Callable[[bytes], bytes]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 
 def span(first: int, count: int) -> int:
@@ -25,3 +25,14 @@ def members(bits: int) -> Sequence[int]:
     if bits == span(first, end - first):
         return range(first, end)
     return [i for i, digit in enumerate(reversed(f"{bits:b}")) if digit == "1"]
+
+
+def streaks_of(bits: int) -> Iterator[tuple[int, int]]:
+    """(first, count) of the chunks of a set that follow one another, ascending."""
+    at = 0
+    while bits:
+        gap = (bits & -bits).bit_length() - 1
+        bits, at = bits >> gap, at + gap
+        count = (~bits & bits + 1).bit_length() - 1
+        yield at, count
+        bits, at = bits >> count, at + count

@@ -8,6 +8,8 @@ from dataclasses import dataclass
 from kvfs.format import segment as fmt
 from kvfs.format.checksums import LEAF_BYTES, ROOT_BYTES
 from kvfs.lookup.prefix_match import GroupMatch
+from kvfs.lookup.row_hits import Hits
+from kvfs.pages.chunk_set import span
 from kvfs.segments.open_segments import OpenSegment
 
 
@@ -102,6 +104,9 @@ def plan_runs(gm: GroupMatch, held: Mapping[int, OpenSegment]) -> tuple[list[Run
 
     Chunks whose segment has been dropped are in the set (bits) and in no run: they are misses.
     """
+    keyed = _plan_keys(gm, held)
+    if keyed is not None:
+        return keyed
     runs: list[Run] = []
     files: dict[int, OpenSegment | None] = {}
     wanted, covered, stride = (1 << gm.count) - 1 << gm.first, 0, fmt.align(gm.part_bytes)
@@ -137,6 +142,27 @@ def plan_runs(gm: GroupMatch, held: Mapping[int, OpenSegment]) -> tuple[list[Run
             next_chunk, next_offset = chunk + count, offset + count * stride if even else -1
             next_leaf = leaf and leaf + count * leaf_bytes
     runs.sort(key=lambda run: run.chunk)  # rows of forks may interleave
+    return _joined(runs), covered
+
+
+def _plan_keys(gm: GroupMatch, held: Mapping[int, OpenSegment]) -> tuple[list[Run], int] | None:
+    """``plan_runs`` for pages of keys, which have a row each, without parsing these. None where Python has to."""
+    stretches = gm.hits.stretches(gm.want) if gm.run_length == 1 and isinstance(gm.hits, Hits) else None
+    if stretches is None:
+        return None
+    runs, covered, stride = list[Run](), 0, fmt.align(gm.part_bytes)
+    for one in stretches:
+        if one.codec or one.stored_bytes != gm.part_bytes:
+            continue
+        covered |= span(one.chunk, one.pages)
+        file = held.get(one.segment)
+        if file is not None:
+            seqs = list(range(one.seq, one.seq + one.pages))
+            run = Run(
+                file, one.segment, one.block * fmt.BLOCK, one.step * fmt.BLOCK, one.chunk, one.leaf * LEAF_BYTES,
+                one.leaves * LEAF_BYTES, one.roots, seqs,
+            )  # fmt: skip
+            runs += _evenly(run, stride)
     return _joined(runs), covered
 
 

@@ -40,6 +40,12 @@ static void check_hashes(void) {
             kvfs_portable(1);
             for (uint64_t i = 0; i < 5; i++) kvfs_chain(tokens, i, i + 1, step, seed, n, extra, 2, keys, other);
             CHECK(!memcmp(one, other, sizeof one));
+            for (int portable = 0; portable < 2; portable++) { /* of keys, each is the first of a chain of its own */
+                kvfs_portable(portable);
+                kvfs_keys(seed, n, tokens, step, 5, one);
+                for (int i = 0; i < 5; i++) kvfs_chain(tokens + i * step, 0, 1, step, seed, n, NULL, 0, NULL, other + 32 * i);
+                CHECK(!memcmp(one, other, sizeof one));
+            }
         }
     }
     uint8_t *data = malloc(5000);
@@ -76,6 +82,8 @@ static int make_file(const char *folder, const char *name, const void *data, siz
 static kvfs_row rows_found[KVFS_ROWS_MAX];
 static kvfs_segment segments_found[KVFS_SEGMENTS_MAX];
 static uint32_t covered[KVFS_RUNS_MAX], claimed[KVFS_RUNS_MAX];
+static kvfs_stretch stretches[KVFS_ROWS_MAX];
+static uint8_t roots[16 * KVFS_ROWS_MAX];
 
 /* What another process does before the ``hook_at``-th read from now on. */
 static uint64_t hook_at, hook_txn;
@@ -196,6 +204,9 @@ static void look(kvfs_index *index, const kvfs_lookup *lookup, kvfs_walked *w, i
         outcomes[!!rc]++;
         if (rc) break;
         CHECK(w->end > run && w->end <= RUNS && w->n_rows <= KVFS_ROWS_MAX);
+        uint64_t pages = 0, joined = kvfs_stretches(rows_found, w->n_rows, w->values, 0, stretches, roots);
+        for (uint64_t i = 0; i < joined; i++) pages += stretches[i].pages;
+        CHECK(joined <= pages && pages <= w->n_rows);
         for (uint64_t i = 0; i < w->n_rows; i++)
             CHECK(rows_found[i].at + rows_found[i].nbytes <= w->values_bytes && rows_found[i].bits);
         run = w->end;

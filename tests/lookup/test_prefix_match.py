@@ -203,11 +203,12 @@ def test_a_part_of_a_match_of_keys() -> None:
 
 def test_hits_are_a_sequence_of_those_of_their_runs() -> None:
     one, two, three = (Hit(n, WANT, bytes(40), b"v", 1) for n in range(3))
-    hits = Hits([(0, (one, two)), (2, (three,)), (5, ())])
+    hits = Hits({0: (one, two), 2: (three,), 5: (), 6: (one,)}, range(6))
     assert list(hits) == [one, two, three] and len(hits) == 3 and hits[1] is two and hits[1:] == (two, three)
-    assert hits == (one, two, three) and hits != (one,) and hits != [one, two, three] and len(Hits()) == 0
+    assert hits == (one, two, three) and hits != (one,) and hits != [one, two, three] and len(Hits({}, range(3))) == 0
     assert pickle.loads(pickle.dumps(hits)) == (one, two, three)
-    assert Hits([(0, (one, two, three))]) == hits
+    assert Hits({0: (one, two, three)}, range(1)) == hits
+    assert hits.within(range(1, 9)) == (three,) and hits.within(range(2)) == (one, two)
 
 
 def test_a_block_of_rows_is_taken_apart_once() -> None:

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 import pytest
 import xxhash
 
-from kvfs.native import hash_chain, library
+from kvfs.native import hash_chain, key_pages, library
 from kvfs.pages import chunk_hash
 from kvfs.pages.chunk_hash import ChunkHashes, chain, tenant_seed
 
@@ -48,6 +48,25 @@ def hashed(tokens: bytes, page_tokens: int, seed: bytes, extra: dict[int, bytes]
         parent = hashlib.sha256(parent + chunk + (extra or {}).get(number, b"")).digest()
         found.append(parent)
     return found
+
+
+@pytest.mark.parametrize("held", [0, 1 << 30], ids=["released", "held"])
+def test_hashes_of_keys_are_equal(code: library.Library, monkeypatch: pytest.MonkeyPatch, held: int) -> None:
+    monkeypatch.setattr(key_pages, "HELD_BYTES", held)
+    monkeypatch.setattr(code, "has_sha", True)
+    draw = random.Random(3)
+    for nbytes in (1, 5, 20, 21, 32, 52, 53, 64, 200):  # SHA-256 pads a block of 55 bytes, and one of 56 with another
+        keys = [draw.randbytes(nbytes) for _ in range(draw.randrange(1, 40))]
+        for seed in (b"", SEED):
+            wanted = [chunk_hash.chunk_of_key(key, seed) for key in keys]
+            assert key_pages.chunk_hashes(b"kvfs key 1\n" + seed, keys) == b"".join(wanted)
+            assert list(chunk_hash.chunks_of_keys(keys, seed)) == wanted
+
+
+def test_keys_of_several_lengths_are_hashed_by_python(code: library.Library) -> None:
+    keys = [b"a", b"bc"]
+    assert key_pages.chunk_hashes(b"", keys) is None and key_pages.chunk_hashes(b"", []) is None
+    assert list(chunk_hash.chunks_of_keys(keys, b"")) == [chunk_hash.chunk_of_key(key, b"") for key in keys]
 
 
 @pytest.mark.parametrize("held", [100, 1 << 30], ids=["short slices", "one call"])
