@@ -8,39 +8,12 @@ from __future__ import annotations
 
 import argparse
 import os
-import statistics
 import sys
 import tempfile
 import time
-from collections import defaultdict
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
-MS = 1e3
-
-
-class Watch:
-    """Wall and CPU time of calls, by name."""
-
-    def __init__(self) -> None:
-        self._wall, self._cpu = defaultdict[str, list[float]](list), defaultdict[str, list[float]](list)
-
-    def time(self, name: str, call: Callable[..., Any], *given: Any) -> Any:
-        wall, cpu = time.perf_counter(), time.thread_time()
-        found = call(*given)
-        self._wall[name].append((time.perf_counter() - wall) * MS)
-        self._cpu[name].append((time.thread_time() - cpu) * MS)
-        return found
-
-    def report(self) -> None:
-        for name, wall in self._wall.items():
-            cpu = self._cpu[name]
-            print(
-                f"{name:18} {len(wall):5} calls, ms: wall median {statistics.median(wall):.3f}, "
-                f"p99 {sorted(wall)[int(0.99 * len(wall))]:.3f}, max {max(wall):.3f}; "
-                f"CPU median {statistics.median(cpu):.3f}, max {max(cpu):.3f}"
-            )
+from tools.benchmarks.calls import Watch, use_simulated_device
 
 
 def main() -> int:
@@ -48,24 +21,12 @@ def main() -> int:
     parser.add_argument("--tokens", type=int, default=32768)
     parser.add_argument("--rounds", type=int, default=20)
     args = parser.parse_args()
-    import torch
-
-    from kvfs.namespace import Namespace
-    from tests.gpu.simulated import SimulatedDevice, SimulatedStream
-    from tests.gpu.test_gpu_io import attach
     from tests.integrations import lightllm_device as stand_ins
     from tests.integrations.test_lightllm_device import PAGE, OnDevice, loop, tokens_of
 
-    device, watch = SimulatedDevice(), Watch()
-
-    def attached(space: Namespace, kv: Any, *, queue_max: int, **_: Any) -> Any:
-        return attach(space, kv, device=device, ring_bytes="64MiB", scratch_bytes="64MiB", queue_max=queue_max)
-
-    Namespace.attach = attached  # type: ignore[method-assign, assignment]
-    for kernel in ("_move", "_sum"):
-        setattr(SimulatedStream, kernel, lambda *_, **__: None)
+    watch = Watch()
+    use_simulated_device()
     stand_ins.FAST = True
-    torch.set_num_threads(1)
     tokens = args.tokens // PAGE * PAGE
     print(f"{tokens} tokens, {args.rounds} rounds, load average {os.getloadavg()[0]:.1f} on {os.cpu_count()} CPUs")
     with tempfile.TemporaryDirectory(dir="/dev/shm") as folder:
