@@ -11,10 +11,12 @@ from typing import Any
 
 import pytest
 
-from kvfs.errors import UnsupportedModelError
+from kvfs.errors import ConfigError, UnsupportedModelError
 from kvfs.integrations.sglang import linker_pages as module
+from kvfs.integrations.sglang.attachment import digests
 from kvfs.integrations.sglang.pools import device_pool
 from kvfs.integrations.sglang.ranks import Rank
+from kvfs.lookup.matcher import Matcher
 from kvfs.system.files import Files
 from kvfs.testing import EngineContract, Fault, FaultyFiles
 from tests.integrations.sglang_pools import (
@@ -97,6 +99,57 @@ def test_a_page_that_is_lost_fails_the_batch_and_the_next_lookup_is_shorter(memo
     assert engine.pages.load("rid", hashes(tokens, PAGE)[:3], slots(engine.pool, range(40, 43)))
     assert engine.counter.finish(engine.pages.start(None)), "the next batch is loaded"
     engine.close()
+
+
+def test_a_load_goes_on_from_its_lookup_unless_the_store_has_changed(
+    memory_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = FakeLinkerEngine.start(memory_path / "store", MHATokenToKVPool())
+    tokens, names = tokens_of(8, 6), hashes(tokens_of(8, 6), PAGE)
+    pages = contents(engine.pool, 6)
+    engine.put(tokens, pages)
+    asked, present = list[str](), Matcher.present
+
+    def noted(self: Matcher, *args: Any, **kwargs: Any) -> Any:
+        asked.append(threading.current_thread().name)
+        return present(self, *args, **kwargs)
+
+    monkeypatch.setattr(Matcher, "present", noted)
+    monkeypatch.setattr(Matcher, "_are_current", lambda self, lookups: True)
+    assert engine.lookup(tokens) == 6 and asked == ["MainThread"]
+    assert engine.get(tokens, 4) == pages[:4]
+    assert asked == ["MainThread"], "the load asked again"
+    assert engine.get(tokens, 4) == pages[:4] and asked[1:] == ["kvfs-load-0"], "a lookup serves one load"
+    monkeypatch.setattr(Matcher, "_are_current", lambda self, lookups: False)
+    assert engine.lookup(tokens) == 6 and engine.get(tokens, 6) == pages and asked[3:] == ["kvfs-load-0"]
+    monkeypatch.undo()
+    assert engine.lookup(tokens) == 6
+    engine.pages._attached.store.purge(engine.pages._attached.space)
+    assert engine.pages.load("rid", names, slots(engine.pool, range(40, 46)))
+    assert not engine.counter.finish(engine.pages.start(None)), "purged after the lookup"
+    engine.close()
+
+
+def test_lookups_are_kept_for_some_loads(memory_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "LOOKUPS_MAX", 2)
+    engine = FakeLinkerEngine.start(memory_path / "store", MHATokenToKVPool())
+    names = [hashes(tokens_of(n, 3), PAGE) for n in range(3)]
+    for n in range(3):
+        engine.put(tokens_of(n, 3), contents(engine.pool, 3, n))
+        assert engine.pages.lookup(names[n]) == 3
+    assert engine.pages.lookup(hashes(tokens_of(9, 3), PAGE)) == 0
+    assert [engine.pages._found(keys) is not None for keys in names] == [False, True, True]
+    assert engine.pages.lookup(names[0]) == 3 and engine.pages._found([*names[0][:2], names[1][2]]) is None
+    assert engine.pages._found([]) is None
+    engine.close()
+
+
+@pytest.mark.parametrize("wrong", ["ab", "g" * 64, " " * 64, "ab " * 21 + "a", 7])
+def test_keys_that_are_no_hashes_are_named(wrong: Any) -> None:
+    good = hashes(tokens_of(1, 2), PAGE)
+    assert digests(good) == [bytes.fromhex(key) for key in good] and digests([]) == []
+    with pytest.raises(ConfigError, match=re.escape(f"page key {wrong!r}")):
+        digests([good[0], wrong, good[1]])
 
 
 def test_a_disk_that_hangs_does_not_keep_a_node_locked(memory_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -46,7 +47,10 @@ class Attachment:
         store = open_store(settings.path, capacity=settings.capacity)
         try:
             space = store.namespace(**arguments, codec=settings.codec)
-            io = space.attach(kv, ring_bytes=settings.ring_bytes, threads=settings.threads)
+            io = space.attach(
+                kv, ring_bytes=settings.ring_bytes, threads=settings.threads,
+                append_elsewhere=kv.memory.startswith("cuda"),
+            )  # fmt: skip
         except BaseException:
             store.close()
             raise
@@ -80,11 +84,24 @@ def ended(transfer: Transfer, seconds: float) -> bool:
     return False
 
 
+def digests(keys: Sequence[str]) -> list[bytes]:
+    """The bytes of page hashes."""
+    size = HASH_DIGITS // 2
+    try:
+        joined = bytes.fromhex("".join(keys)) if set(map(len, keys)) <= {HASH_DIGITS} else b""
+    except (TypeError, ValueError):
+        joined = b""
+    if len(joined) != size * len(keys):
+        return [digest(key) for key in keys]  # names the one that is no hash
+    return [joined[at : at + size] for at in range(0, len(joined), size)]
+
+
 def digest(key: str) -> bytes:
     """The bytes of a page hash."""
     try:
-        if len(key) != HASH_DIGITS:
+        found = bytes.fromhex(key)
+        if len(key) != HASH_DIGITS or len(found) != HASH_DIGITS // 2:  # spaces are no digits
             raise ValueError
-        return bytes.fromhex(key)
+        return found
     except (TypeError, ValueError):
         raise ConfigError(f"page key {key!r:.80} is no hash of {HASH_DIGITS} hex digits, as SGLang makes it") from None

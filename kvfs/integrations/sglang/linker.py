@@ -5,6 +5,7 @@ SGLang loads ``KvfsLinker`` by name (``--unified-cache-external-linker-backend d
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -51,8 +52,7 @@ class KvfsLinker(UnifiedCacheLinker):
         self.pools = {PoolName.KV: kvcache}
         self.layer_done_counter = LayerWiseLoadCounter(len(pool.layers))
         self._pages = LinkerPages(attached, settings, self.layer_done_counter, pool.layers[0])
-        memory = attached.kv.memory
-        self._stream = torch.cuda.Stream(memory) if memory.startswith("cuda") else None
+        self._on_gpu = attached.kv.memory.startswith("cuda")
 
     def lookup(self, rid: str, transfers: list[PoolTransfer]) -> list[int]:
         return list(range(1, self._pages.lookup(_of_kv(transfers).keys or []) + 1))
@@ -87,14 +87,22 @@ class KvfsLinker(UnifiedCacheLinker):
         self._pages.close()
 
     def _after(self) -> Any:
-        """An event behind all that uses the slots now; None in host memory, where nothing is asynchronous."""
-        if self._stream is None:
-            return None
-        for event in self.record_offload_ready():
-            self._stream.wait_event(event)
-        done = torch.cuda.Event()
-        done.record(self._stream)
-        return done
+        """What is behind all that uses the slots now; None in host memory, where nothing is asynchronous."""
+        return _Events(self.record_offload_ready()) if self._on_gpu else None
+
+
+class _Events:
+    """Events of several streams as one. A stream that waited for them would cost the scheduler a call for each."""
+
+    def __init__(self, events: Sequence[Any]) -> None:
+        self._events = events
+
+    def query(self) -> bool:
+        return all(event.query() for event in self._events)
+
+    def synchronize(self) -> None:
+        for event in self._events:
+            event.synchronize()
 
 
 def _of_kv(transfers: list[PoolTransfer]) -> PoolTransfer:

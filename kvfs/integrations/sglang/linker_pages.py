@@ -2,7 +2,8 @@
 
 A linker is told the hashes of a prompt's tail, or of a node, without those before. So a page is stored under its hash
 as a key, in an index row of its own, and not under the chunk hash that other engines know. What touches a disk or waits
-for the device runs on threads of kvfs; the scheduler's thread looks keys up and queues.
+for the device runs on threads of kvfs; the scheduler's thread looks keys up and queues. These threads hand the
+interpreter to it after each step: at its next call that gives the interpreter up, it would wait for all of their work.
 """
 
 from __future__ import annotations
@@ -10,25 +11,31 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections import deque
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from collections import OrderedDict, deque
+from collections.abc import Sequence
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, Protocol
 
-from kvfs.integrations.sglang.attachment import GRACE_SECONDS, Attachment, digest
+from kvfs.integrations.sglang.attachment import GRACE_SECONDS, Attachment, digests
 from kvfs.integrations.sglang.pools import GROUP
 from kvfs.integrations.sglang.settings import SGLangSettings
 from kvfs.lookup.prefix_match import PrefixMatch
+from kvfs.lookup.prompt_pages import PromptPages
+from kvfs.lookup.search import prefix_length
+from kvfs.pages.chunk_set import members, span
 from kvfs.transfer.handle import Transfer
 from kvfs.transfer.workers import JobThreads
-from kvfs.types import PageDone, PageOutcome
 
 log = logging.getLogger("sglang.kvfs")
 #: A node stays locked in the device pool until its offload is reported: no longer than this once its slots are free,
 #: however long the disk takes.
 PUBLISH_SECONDS = 2.0
 OFFLOADS_MAX = 256  # unreported: more are refused, and the tree offers the node again later
+#: A sleep that hands the interpreter to the scheduler: otherwise that waits for it five milliseconds, or until a thread
+#: here has to wait for something.
+YIELD_SECONDS = 1e-6
+LOOKUPS_MAX = 64  # kept for the loads that follow them: some 250 bytes for each page
 
 
 class LayerCounter(Protocol):
@@ -45,7 +52,7 @@ class _Offload:
     keys: list[str]
     slots: Any
     after: Any
-    lost: set[int] = field(default_factory=set)  # pages that this rank writes and that are not stored yet
+    pages: int = 0  # that this rank writes
     saving: Transfer | None = None
     free_at: float | None = None  # when its slots were seen to be free
     result: bool | None = None
@@ -55,7 +62,8 @@ class _Offload:
         if self.result is not None or self.saving is None:
             return self.result is not None
         if self.saving.done.is_set():
-            self.result = not self.lost
+            done = self.saving.result
+            self.result = done is not None and done.pages + done.skipped == self.pages
         elif self.saving.source_free.is_set():
             self.free_at = self.free_at or time.monotonic()
             if time.monotonic() - self.free_at > PUBLISH_SECONDS:
@@ -68,6 +76,7 @@ class _Load:
     rid: str
     keys: list[str]
     slots: Any
+    found: PromptPages | None  # of a lookup that began with these pages
 
 
 class LinkerPages:
@@ -80,6 +89,7 @@ class LinkerPages:
         self._attached, self._settings, self._counter, self._first_layer = attached, settings, counter, first_layer
         self._layers = sum(part.layers for part in attached.io.parts.values())
         self._queued: dict[str, _Load] = {}
+        self._looked_up: OrderedDict[str, tuple[tuple[str, ...], PromptPages]] = OrderedDict()  # by first key
         self._offloads: deque[_Offload] = deque()
         self._loading, self._saving = JobThreads("load", 1), JobThreads("offload", 1)
 
@@ -87,17 +97,20 @@ class LinkerPages:
 
     def lookup(self, keys: Sequence[str]) -> int:
         """How many leading pages can be restored: one walk over the index, which waits a quarter second at most."""
-        pages = self._attached.space.prompt(keys=[digest(key) for key in keys])
+        pages = self._prompt(keys)
         pages.look()
-        there = pages.stored[GROUP]
-        found = (~there & there + 1).bit_length() - 1
+        found = prefix_length(pages.stored[GROUP])
+        if found:
+            self._looked_up[keys[0]] = tuple(keys), pages
+            if len(self._looked_up) > LOOKUPS_MAX:
+                self._looked_up.popitem(last=False)
         if self._saving.waiting < OFFLOADS_MAX:  # access times of many rows take as long as the walk
             self._saving.put(partial(pages.note_lookup, found * self._attached.page_tokens))
         return found
 
     def load(self, rid: str, keys: Sequence[str], slots: Any) -> bool:
         """Queue a load for the next ``start``. Always true: all ranks must give the same answer."""
-        self._queued[rid] = _Load(rid, list(keys), slots)
+        self._queued[rid] = _Load(rid, list(keys), slots, self._found(keys))
         return True
 
     def cancel(self, rid: str) -> bool:
@@ -139,6 +152,7 @@ class LinkerPages:
     def reset(self) -> None:
         """Forget what is queued; on return no byte of the pool moves any more."""
         self._queued.clear()
+        self._looked_up.clear()
         for threads in (self._loading, self._saving):
             idle = threading.Event()
             threads.put(idle.set)
@@ -157,6 +171,11 @@ class LinkerPages:
             threads.close(GRACE_SECONDS)
         self._attached.close()
 
+    def _found(self, keys: Sequence[str]) -> PromptPages | None:
+        """What the last lookup that began with ``keys`` found, for one load."""
+        looked_up, pages = self._looked_up.pop(keys[0], ((), None)) if keys else ((), None)
+        return pages if looked_up[: len(keys)] == tuple(keys) else None
+
     # -- on threads of their own -------------------------------------------------------------
 
     def _load(self, index: int, loads: Sequence[_Load], after: Any) -> None:
@@ -165,12 +184,15 @@ class LinkerPages:
         try:
             _synchronize(after)
             for one in loads:
-                pages = self._attached.space.prompt(keys=[digest(key) for key in one.keys])
-                matches.append(pages.select({GROUP: 0}, pages.chunks))
-                transfers.append(self._attached.io.load(
-                    matches[-1], self._attached.units(one.keys, one.slots), after, self._settings.load_seconds,
-                    layerwise=True,
-                ))  # fmt: skip
+                pages = one.found or self._prompt(one.keys)
+                matches.append(pages.select({GROUP: 0}, len(one.keys), known=one.found is not None))
+                _give_way()
+                units = self._attached.units(one.keys, one.slots)
+                _give_way()
+                transfers.append(
+                    self._attached.io.load(matches[-1], units, after, self._settings.load_seconds, layerwise=True)
+                )
+                _give_way()
             end = time.monotonic() + self._settings.load_seconds + GRACE_SECONDS
             for layer in range(self._layers):
                 for one, transfer in zip(loads, transfers, strict=True):
@@ -198,22 +220,28 @@ class LinkerPages:
             why = result.reason if result is not None else "deadline"
             raise RuntimeError(f"{pages - (result.pages if result else 0)} pages are lost ({why})")
 
+    def _prompt(self, keys: Sequence[str]) -> PromptPages:
+        return self._attached.space.prompt(keys=digests(keys))
+
     def _offload(self, one: _Offload) -> None:
         try:
             _synchronize(one.after)
             units = self._attached.units(one.keys, one.slots)
-            pages = self._attached.space.prompt(keys=[digest(key) for key in one.keys])
+            pages = self._prompt(one.keys)
+            _give_way()
             pages.look()
+            _give_way()
             there = pages.stored[GROUP] | pages.writing[GROUP]
-            missing = [n for n in range(pages.chunks) if not there >> n & 1]
-            one.lost = set(self._attached.kv.written(missing))
-            if not one.lost:
+            missing = members(span(0, pages.chunks) & ~there)
+            one.pages = len(self._attached.kv.written(missing))
+            if not one.pages:
                 one.result = True
                 return
+            plan = pages.plan({GROUP: missing})
+            _give_way()
             one.saving = self._attached.io.save(
-                pages.plan({GROUP: missing}), units, one.after, self._settings.store_seconds, self._settings.ttl,
-                on_page=_noting(one.lost),
-            )  # fmt: skip
+                plan, units, one.after, self._settings.store_seconds, self._settings.ttl
+            )
         except Exception:
             log.exception("kvfs: an offload failed")
             one.result = False
@@ -225,14 +253,8 @@ def _synchronize(after: Any) -> None:
         after.synchronize()
 
 
-def _noting(lost: set[int]) -> Callable[[PageDone], None]:
-    """A callback that takes pages out of ``lost`` once they are stored."""
-
-    def page(done: PageDone) -> None:
-        if done.outcome in (PageOutcome.STORED, PageOutcome.SKIPPED):
-            lost.discard(done.chunk)
-
-    return page
+def _give_way() -> None:
+    time.sleep(YIELD_SECONDS)
 
 
 def _withdraw(transfer: Transfer) -> None:

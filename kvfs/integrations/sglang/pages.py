@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from kvfs.errors import ConfigError
-from kvfs.integrations.sglang.attachment import Attachment, digest, ended
+from kvfs.integrations.sglang.attachment import Attachment, digests, ended
 from kvfs.integrations.sglang.identity import ModelFiles
 from kvfs.integrations.sglang.pools import GROUP, host_pool
 from kvfs.integrations.sglang.ranks import Rank
@@ -111,7 +111,7 @@ class HiCachePages:
 
     def _prompt(self, keys: Sequence[str], prefix: Sequence[str] | None) -> tuple[PromptPages, int]:
         before = list(prefix or ())
-        return self.attached.space.prompt(hashes=[digest(key) for key in (*before, *keys)]), len(before)
+        return self.attached.space.prompt(hashes=digests([*before, *keys])), len(before)
 
     def _without_prefix(self, keys: Sequence[str]) -> list[bool]:
         """Pages whose place in the chain is not known would be found by chance only: they are not stored."""
