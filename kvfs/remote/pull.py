@@ -350,7 +350,6 @@ class Puller:
         finally:
             for _, future in coming:
                 future.cancel()
-            ROOMS.rest()
 
     def _most(self, shapes: Sequence[Shape]) -> int:
         """How many leading objects of these shapes may be on their way or in memory: as many may wait to be stored as

@@ -142,7 +142,6 @@ class Pusher:
                     self._ask(rest, asked, pool)
             finally:
                 pool.shutdown(wait=True, cancel_futures=True)
-                ROOMS.rest()
         pending = [*(put.piece for put in puts.values()), *(piece for piece, _ in asked), *rest]
         self.unsent += [source for piece in pending for source in piece.sources]
         self.done.failed = self.done.pages - self._pages_done

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import TYPE_CHECKING, NamedTuple
 
 from kvfs.context import Context
@@ -10,6 +11,7 @@ from kvfs.directory.access_times import FLUSH_SECONDS
 from kvfs.directory.liveness import HEARTBEAT_SECONDS
 from kvfs.directory.shared_counters import EVERY_SECONDS
 from kvfs.directory.watch import DROPS, HOLDS, SETTINGS
+from kvfs.remote.rooms import REST_SECONDS, ROOMS
 
 if TYPE_CHECKING:
     from kvfs.runtime.services import StoreServices
@@ -84,4 +86,5 @@ def tasks_of_services(
         PeriodicTask("counters", EVERY_SECONDS, publish),
         PeriodicTask("events", EVENTS_SECONDS, note_counts, after=EVENTS_SECONDS),
         PeriodicTask("status", STATUS_SECONDS, say_counts),
+        PeriodicTask("rooms", REST_SECONDS / 2, partial(ROOMS.rest, REST_SECONDS), after=REST_SECONDS),
     ]

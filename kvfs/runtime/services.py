@@ -17,6 +17,7 @@ from kvfs.maintenance.pins import Pins
 from kvfs.maintenance.purge import Purger
 from kvfs.maintenance.rebuild import Report, build, rebuild
 from kvfs.read.reader import Reader
+from kvfs.remote.rooms import ROOMS
 from kvfs.write.active_segments import ActiveSegments
 from kvfs.write.appender import Appender
 from kvfs.write.relocate import Relocator
@@ -84,6 +85,7 @@ class StoreServices:
         """False if a write hangs: this process then keeps its segment."""
         free = self._c.directory.read_only or self.active.close()
         self.reader.close()
+        ROOMS.rest()  # no background does it any more, and the process may go on
         return free
 
     def abandon(self) -> None:

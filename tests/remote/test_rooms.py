@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import errno
+import mmap
 
 import pytest
 
 import kvfs
 from kvfs.remote import rooms
 from kvfs.remote.rooms import ROOMS, Rooms
-from tests.stores import TINY_BYTES, restored, seeded, tiny, tokens_of
+from tests.stores import TINY_BYTES, restored, seeded, tiny, tokens_of, wait_until
 
 CHUNKS = 100  # 4 objects
 
@@ -34,6 +35,97 @@ def test_no_more_than_the_bound_is_kept(monkeypatch: pytest.MonkeyPatch) -> None
     assert mine._idle == taken[2:]
     mine.rest()
     assert mine.take(1) is taken[-1]
+
+
+class Watched(mmap.mmap):
+    """A room that counts how often the kernel was told that it may take its pages."""
+
+    rests = 0
+
+    def madvise(self, *arguments: int) -> None:
+        assert arguments == (mmap.MADV_FREE,)
+        self.rests += 1
+        super().madvise(*arguments)
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> list[float]:
+    """The time, in seconds, that rooms see."""
+    now = [1000.0]
+    monkeypatch.setattr("kvfs.remote.rooms.time.monotonic", lambda: now[0])
+    return now
+
+
+def test_rooms_rest_once_when_none_was_used_for_some_time(clock: list[float]) -> None:
+    mine, room = Rooms(), Watched(-1, 1 << 20)
+    mine.give(room)
+    clock[0] += 9.0
+    mine.rest(10.0)
+    assert room.rests == 0
+    clock[0] += 1.0
+    mine.rest(10.0)
+    mine.rest(10.0)
+    assert room.rests == 1, "a room that rests is told so once"
+
+
+@pytest.mark.parametrize("use", ["take", "give"])
+def test_a_use_puts_the_rest_of_all_rooms_off(clock: list[float], use: str) -> None:
+    mine, room = Rooms(), Watched(-1, 1 << 20)
+    mine.give(room)
+    clock[0] += 9.0
+    if use == "take":
+        mine.take(2 << 20)
+    else:
+        mine.give(mmap.mmap(-1, 1 << 20))
+    clock[0] += 9.0
+    mine.rest(10.0)
+    assert room.rests == 0
+    clock[0] += 1.0
+    mine.rest(10.0)
+    assert room.rests == 1
+
+
+def test_a_room_that_rested_is_used_and_rests_again() -> None:
+    mine, room = Rooms(), Watched(-1, 1 << 20)
+    mine.give(room)
+    mine.rest()
+    assert mine.take(1 << 20) is room
+    room[:3] = b"abc"
+    mine.rest()
+    assert (room.rests, room[:3]) == (1, b"abc"), "it is not idle"
+    mine.give(room)
+    mine.rest()
+    assert room.rests == 2
+
+
+def test_rooms_are_kept_ready_for_the_next_pull(
+    here: kvfs.Store, there: kvfs.Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """To write to a room that rested takes twice as long."""
+    room = Watched(-1, 32 << 20)
+    monkeypatch.setattr(ROOMS, "_idle", [room])
+    here.namespace("chat", tiny(), "1a").put(tokens_of(1, CHUNKS), seeded(1, CHUNKS * TINY_BYTES))
+    assert here.push(["chat"]).objects
+    assert there.pull(there.namespace("chat", tiny(), "1a"), tokens_of(1, CHUNKS)).stored == CHUNKS
+    assert room in ROOMS._idle and room.rests == 0
+
+
+def test_the_background_lets_rooms_rest(here: kvfs.Store, monkeypatch: pytest.MonkeyPatch) -> None:
+    here.namespace("chat", tiny(), "1a").put(tokens_of(1, 1), seeded(1, TINY_BYTES))  # services run from here on
+    room = Watched(-1, 1 << 20)
+    monkeypatch.setattr(ROOMS, "_idle", [room])
+    monkeypatch.setattr(ROOMS, "_used_at", float("-inf"))
+    here._shared.background.wake("rooms")
+    wait_until(lambda: room.rests == 1)
+
+
+def test_a_store_that_is_closed_lets_rooms_rest(here: kvfs.Store, monkeypatch: pytest.MonkeyPatch) -> None:
+    here.namespace("chat", tiny(), "1a").put(tokens_of(1, 1), seeded(1, TINY_BYTES))
+    room = Watched(-1, 1 << 20)
+    monkeypatch.setattr(ROOMS, "_idle", [])
+    ROOMS.give(room)
+    here.close()
+    assert room.rests == 1
 
 
 def test_pulls_use_the_same_rooms(here: kvfs.Store, there: kvfs.Store, monkeypatch: pytest.MonkeyPatch) -> None:
