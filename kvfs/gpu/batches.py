@@ -16,7 +16,7 @@ from typing import NamedTuple
 from kvfs.gpu.device import IN_PROGRAMS, Event
 from kvfs.gpu.lane import ALIGN, DmaLane, LaunchQueue, ScratchSlice
 from kvfs.gpu.page_source import PageSource, streaks
-from kvfs.gpu.resources import POLL_SECONDS, GpuTransportContext
+from kvfs.gpu.resources import GpuTransportContext
 from kvfs.kernels.work_list import GRANULE_WORDS, HEAD_WORDS, WORD, Shape, granule_words, pack, pack_pieces
 from kvfs.read.plan import Run
 from kvfs.transfer.workers import Attached
@@ -72,11 +72,11 @@ class Batches:
     def __init__(
         self, context: GpuTransportContext, launches: LaunchQueue, attached: Attached, source: PageSource,
         units: Sequence[int], wanted: Sequence[int], *, bands: int, first_token: int, gentle: bool,
-        stop: Callable[[], bool], ended: Callable[[LayerBand], None],
+        poll_seconds: float, stop: Callable[[], bool], ended: Callable[[LayerBand], None],
     ) -> None:  # fmt: skip
         """``ended``: called with each band whose end is enqueued. ``gentle``: a kernel copies what is registered."""
         self._context, self._lane, self._attached, self._source = context, context.loads, attached, source
-        self._launches, self._stop, self._ended = launches, stop, ended
+        self._launches, self._stop, self._ended, self._poll_seconds = launches, stop, ended, poll_seconds
         self._shape, self._granules = context.shapes[attached.number], attached.group.granules
         self._unit_ids, self._first_token = units, first_token if attached.group.states > 1 else 0
         self._bands, self._wanted, self._gentle = bands, wanted, gentle
@@ -141,7 +141,7 @@ class Batches:
         while not self._stop():
             if due is None or due.query():
                 return True
-            self._context.store.files.sleep(POLL_SECONDS)
+            self._context.store.files.sleep(self._poll_seconds)
         return False
 
     def _slice(self, nbytes: int) -> ScratchSlice:

@@ -41,7 +41,7 @@ from kvfs.gpu.head_start import HeadStart, bands_of, cut_runs
 from kvfs.gpu.lane import LaunchQueue
 from kvfs.gpu.page_feed import GroupPages, MatchFeed, PageFeed, RestoreFeed
 from kvfs.gpu.page_source import PageSource
-from kvfs.gpu.resources import POLL_SECONDS, SWITCH_SECONDS, GpuTransportContext, wait_for_event
+from kvfs.gpu.resources import GENTLE, QUICK, SWITCH_SECONDS, GpuTransportContext, wait_for_event
 from kvfs.kernels.work_list import Shape
 from kvfs.pages.chunk_set import bits_of, members, span
 from kvfs.read.plan import Run, plan_runs
@@ -83,6 +83,7 @@ class GpuLoad:
         assert isinstance(request.context, GpuTransportContext)
         self._gpu = request.context
         self._request, self._transfer = request, request.transfer
+        self._manner = GENTLE if request.gentle else QUICK
         ahead = request.lookahead
         self._feed: PageFeed = MatchFeed(request, {}) if ahead is None else RestoreFeed(request, ahead)
         self._room = 0  # bytes of its first command buffer
@@ -114,7 +115,7 @@ class GpuLoad:
             if overtaken:  # its first copies: nothing reads their scratch
                 gpu.loads.quiet()
             self._feed.begin()
-            if wait_for_event(gpu, self._transfer, self._request.after):
+            if wait_for_event(gpu, self._transfer, self._request.after, self._manner.poll_seconds):
                 self._move()
         except Exception as exc:
             fail(self._transfer, exc)
@@ -219,11 +220,12 @@ class GpuLoad:
 
     def _begin(self, launches: LaunchQueue, pages: GroupPages) -> GroupLoad:
         gpu, request, a = self._gpu, self._request, pages.attached
-        source = PageSource(gpu, self._transfer, pages, self._feed, request.tiers, launches.all)
+        source = PageSource(gpu, self._transfer, pages, self._feed, request.tiers, self._manner, launches.all)
         batches = Batches(
             gpu, launches, a, source, request.units[a.number], pages.wanted,
             bands=bands_of(a, len(pages.wanted), layerwise=request.layerwise), first_token=request.first_token,
-            gentle=request.gentle and gpu.shapes[a.number].kernels and gpu.device.reaches_host, stop=self._stop,
+            gentle=request.gentle and gpu.shapes[a.number].kernels and gpu.device.reaches_host,
+            poll_seconds=self._manner.poll_seconds, stop=self._stop,
             ended=partial(self._band_enqueued, len(self._groups)),
         )  # fmt: skip
         return GroupLoad(pages, gpu.shapes[a.number], source, batches)
@@ -356,7 +358,7 @@ class GpuLoad:
 
     def _await_announcements(self) -> None:
         while not self._announce_arrivals(wait=True):
-            self._gpu.store.files.sleep(POLL_SECONDS)
+            self._gpu.store.files.sleep(self._manner.poll_seconds)
 
     def _announce_arrivals(self, *, wait: bool) -> bool:
         """Announce bands that have arrived; whether none is under way. On either thread, in order."""

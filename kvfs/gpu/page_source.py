@@ -18,7 +18,7 @@ from kvfs.gpu.device import Event
 from kvfs.gpu.page_feed import GroupPages, PageFeed
 from kvfs.gpu.populate import PageCachePrefetch
 from kvfs.gpu.registration_cache import RegionLease
-from kvfs.gpu.resources import GpuTransportContext, wait_until
+from kvfs.gpu.resources import GpuTransportContext, Manner, wait_until
 from kvfs.lookup.prefix_match import Source
 from kvfs.pages.chunk_set import span
 from kvfs.read.assemble import assemble
@@ -28,8 +28,6 @@ from kvfs.transfer.control import TransferControl
 from kvfs.transfer.outcome import TierAccounting
 from kvfs.transfer.staging import Lease, SlotState
 from kvfs.types import Tier, Verify
-
-READ_BYTES = 4 << 20  # one preadv
 
 
 class _Reading(NamedTuple):
@@ -45,11 +43,11 @@ class PageSource:
 
     def __init__(
         self, context: GpuTransportContext, transfer: TransferControl, pages: GroupPages, feed: PageFeed,
-        tiers: TierAccounting, catch_up: Callable[[], None],
+        tiers: TierAccounting, manner: Manner, catch_up: Callable[[], None],
     ) -> None:  # fmt: skip
         """``catch_up``: called before anything that may have to wait."""
         self._context, self._transfer, self._pages, self._feed = context, transfer, pages, feed
-        self._attached, self._tiers, self._catch_up = pages.attached, tiers, catch_up
+        self._attached, self._tiers, self._manner, self._catch_up = pages.attached, tiers, manner, catch_up
         self._regions = RegionLease()
         self._leases: list[tuple[Event, Lease]] = []  # with the ends of the copies out of them
         self._reads: dict[tuple[int, int], _Reading] = {}  # ahead of ``send``, by segment and offset of the run
@@ -93,7 +91,8 @@ class PageSource:
         assert regions is not None
         if regions.covers(run.held, run.offset, run.span):
             return True
-        return regions.source.ready() and cached(run.held, run.offset, run.span) in (run.span, None)
+        ready = regions.source.ready(gentle=not self._manner.registers)
+        return ready and cached(run.held, run.offset, run.span) in (run.span, None)
 
     def expect(self, runs: Sequence[Run]) -> None:
         """Announce the runs that will be sent, before any of them is."""
@@ -106,7 +105,7 @@ class PageSource:
         if run.ranges:
             return
         in_place = self._context.regions is not None and self._summed
-        if in_place and (self._may_register(run) or self._prefetch.begin(run)):
+        if in_place and (self._may_register(run) or self._begin_prefetch(run)):
             return
         ring, now = self._context.ring, self._context.store.files.monotonic()
         size = self._attached.page_bytes
@@ -125,7 +124,7 @@ class PageSource:
         dma, reading_ahead = self._context.loads.dma, (run.segment, run.offset) in self._reads
         prefetched = not run.ranges and self._await_prefetch(run)
         ranges = self.registered(run, prefetched=prefetched)
-        if ranges is None and self._summed and not reading_ahead and self._prefetch.begin(run):
+        if ranges is None and self._summed and not reading_ahead and self._begin_prefetch(run):
             prefetched = self._await_prefetch(run)
             ranges = self.registered(run, prefetched=prefetched)
         if ranges is not None:
@@ -159,6 +158,10 @@ class PageSource:
     def note_in_place(self, run: Run) -> None:
         """The copies of a registered run are enqueued, by another."""
         self._note(run, Tier.HOST)
+
+    def _begin_prefetch(self, run: Run) -> bool:
+        """Read a run into the page cache, to register it there; False if that is not worthwhile."""
+        return self._manner.registers and self._prefetch.begin(run)
 
     def _await_prefetch(self, run: Run) -> bool:
         if self._prefetch.has(run):
@@ -216,7 +219,7 @@ class PageSource:
             if lease is not None:
                 return lease if self._transfer.own(lease) else None
             if self._leases:
-                wait_until(self._context, self._leases[0][0])
+                wait_until(self._context, self._leases[0][0], self._manner.poll_seconds)
             elif self._reads:  # reading ahead has taken the slots that are needed now
                 self._end_read()
             else:
@@ -234,12 +237,12 @@ class PageSource:
         cached = segments.cached_bytes(run.held, run.offset, run.span)
         self._note(run, Tier.HOST if cached == run.span and not prefetched else Tier.DISK)
         direct = cached == 0 and self._direct(run)
-        calls: list[Callable[[], None]] = []
+        calls, step = list[Callable[[], None]](), self._manner.read_bytes
         for first, memory in lease.runs(run.stride):
             offset = run.offset + first * run.stride
             calls += [
-                partial(segments.read, run.held, memory[at : at + READ_BYTES], offset + at, direct=direct)
-                for at in range(0, len(memory), READ_BYTES)
+                partial(segments.read, run.held, memory[at : at + step], offset + at, direct=direct)
+                for at in range(0, len(memory), step)
             ]
         return _Reading(run, lease, self._context.readers.begin(calls))
 
@@ -362,7 +365,7 @@ class PageSource:
         """Wait for the copies out of slots, and release these."""
         self.end_reads()
         while self._leases:
-            wait_until(self._context, self._leases[0][0])
+            wait_until(self._context, self._leases[0][0], self._manner.poll_seconds)
             self._reap()
 
     def end_reads(self) -> None:

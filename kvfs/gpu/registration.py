@@ -71,8 +71,11 @@ class RegionSource(Protocol):
     def wants_prefetch(self) -> bool:
         """Whether loads gain by reading cold pages into the page cache, and making regions of them there."""
 
-    def ready(self) -> bool:
-        """Whether a load gains by making the regions that it needs, rather than by going through the ring."""
+    def ready(self, *, gentle: bool) -> bool:
+        """Whether a load gains by making the regions that it needs, rather than by going through the ring.
+
+        ``gentle``: without keeping launches of the engine waiting.
+        """
 
     def lacks(self, segment_id: bytes, number: int) -> None:
         """A load has gone without this region."""
@@ -115,7 +118,9 @@ class RegisteredMaps:
     def wants_prefetch(self) -> bool:
         return self.failed < FAILURES_MAX  # even expensive registration costs less than the disk
 
-    def ready(self) -> bool:
+    def ready(self, *, gentle: bool) -> bool:
+        if gentle:
+            return False
         expensive = self._seconds * (1 << 30) > SECONDS_PER_GIB_MAX * self._registered
         if expensive and self._registered >= MEASURED_BYTES:
             if self._files.monotonic() - self._at < AGAIN_SECONDS:
@@ -202,7 +207,7 @@ class Arena:
         self._full = False  # the budget is spent: a new region takes the block of another one
         self._lacked: set[tuple[bytes, int]] = set()  # regions that loads have gone without
 
-    def ready(self) -> bool:
+    def ready(self, *, gentle: bool) -> bool:
         return bool(self._free) or self._full
 
     def lacks(self, segment_id: bytes, number: int) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from kvfs.gpu.device import Device, Event, Memory
 from kvfs.gpu.lane import DmaLane
@@ -23,6 +23,19 @@ UNDER_WAY = 3  # loads between their first copy and their end
 SWITCH_SECONDS = 1e-6  # a sleep that hands the GIL to another thread that wants it
 EARLY = 0.8  # of the time that a load takes at the least: until then nothing asks whether it has arrived
 YIELD_SECONDS = 200e-6  # a sleep in which a waiter wakes up, before deferrable work takes the GIL again
+
+
+class Manner(NamedTuple):
+    """What a load takes from the process of its engine."""
+
+    registers: bool  # what the page cache holds; the engine's launches wait meanwhile
+    poll_seconds: float  # between two queries of an event; each takes the GIL
+    read_bytes: int  # of one read into the ring; each takes the GIL
+
+
+QUICK = Manner(registers=True, poll_seconds=POLL_SECONDS, read_bytes=4 << 20)
+#: Next to requests that generate tokens: these lose a third to two thirds of the time (docs/decisions/0059).
+GENTLE = Manner(registers=False, poll_seconds=500e-6, read_bytes=16 << 20)
 
 
 class LinkPace:
