@@ -1,5 +1,5 @@
-"""Loads to host memory that an engine's own thread copies while it has nothing else to do: small ones, of pages that the
-page cache holds, many of them in one call of the native library."""
+"""Loads to host memory that an engine's own thread copies while it has nothing else to do: small ones, of pages that
+the page cache holds, many of them in one call of the native library."""
 
 from __future__ import annotations
 

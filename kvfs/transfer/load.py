@@ -227,8 +227,8 @@ class HostLoad:
         return good.bit_count()
 
     def _read(
-        self, gm: GroupMatch, attached: Attached, chunks: list[int], memory: memoryview, held: Mapping[int, OpenSegment],
-        read: list[tuple[Tier, int]],
+        self, gm: GroupMatch, attached: Attached, chunks: list[int], memory: memoryview,
+        held: Mapping[int, OpenSegment], read: list[tuple[Tier, int]],
     ) -> int:  # fmt: skip
         """Read pages one behind the other; neighbours in the prompt in one call. The good ones, as bits.
 
