@@ -10,8 +10,8 @@
  *  - kvfs_walk, kvfs_there, kvfs_parts never wait, neither for a disk (RWF_NOWAIT or cachestat) nor for a lock: they take
  *    none. kvfs_hold asks no disk for a name (RESOLVE_CACHED), and tries a lock once. All of them are called with
  *    the interpreter held.
- *  - kvfs_read, kvfs_copy, kvfs_sum, kvfs_roots, kvfs_write, kvfs_cells are called with the interpreter released. They
- *    touch only memory that the caller keeps alive. kvfs_publish to kvfs_leased are called with it held.
+ *  - kvfs_read, kvfs_copy, kvfs_sum, kvfs_roots, kvfs_write, kvfs_cells, kvfs_load are called with the interpreter
+ *    released. They touch only memory that the caller keeps alive. kvfs_publish to kvfs_leased are called with it held.
  */
 #ifndef KVFS_NATIVE_H
 #define KVFS_NATIVE_H
@@ -19,7 +19,7 @@
 #include <stddef.h>
 #include <stdint.h>
 
-#define KVFS_ABI 9 /* changes with any signature or struct below; the loader refuses another one */
+#define KVFS_ABI 10 /* changes with any signature or struct below; the loader refuses another one */
 #define KVFS_PUBLIC __attribute__((visibility("default")))
 
 enum { KVFS_FEATURE_SHA = 1, KVFS_FEATURE_AVX2 = 2, KVFS_FEATURE_NEON = 4 };
@@ -339,6 +339,40 @@ typedef struct {
 KVFS_PUBLIC void kvfs_cells(
     const kvfs_shape *shape, const kvfs_layer *layers, uint64_t n_layers, const kvfs_page *pages, uint64_t n_pages,
     const int64_t *units, int to_page);
+
+/* Where the cells of a part are, in one buffer of an engine. */
+typedef struct {
+    kvfs_shape shape;
+    const kvfs_layer *layers;
+    uint64_t n_layers;
+} kvfs_target;
+
+/* Pages of a load that are neighbours in the prompt and evenly spaced in a file (kvfs.read.plan.Run). */
+typedef struct {
+    int32_t fd;
+    uint32_t load;           /* number of the load that they are part of */
+    int64_t offset;          /* in the file */
+    uint64_t stride, nbytes; /* from one page to the next; bytes of a page */
+    uint64_t leaf;           /* bytes of a leaf; 0: not verified */
+    uint64_t page;           /* number of its first page; ascending */
+    uint64_t state;          /* of the prompt: the first page's first */
+    const int64_t *units;    /* as for kvfs_cells */
+    const kvfs_target *targets;
+    uint64_t n_targets;
+} kvfs_load_run;
+
+enum { KVFS_LOAD_FAILED = 1u << 30 }; /* of kvfs_load: a page could not be had at once, or has another root */
+
+/* Reader.scatter_at_once: reads pages that the page cache has, one by one, compares the root of each with that in roots
+ * (16 bytes each, by number of the page), and copies its cells to the engine, until no page or ``most`` pages are left.
+ * Threads share ``next`` and ``left``. A page that does not verify is not copied.
+ * Pre: runs ascend by page, n_pages in all; memory, of the calling thread alone, has room for a page and 8 bytes for
+ * each of its leaves; left[load] is the number of pages of a load; targets and units as for kvfs_cells.
+ * Post: the number of pages copied by this call, or -ENOTSUP where the file system does not say what is in memory.
+ * left[load] is the number of its pages that were not copied, with KVFS_LOAD_FAILED once one of them could not be. */
+KVFS_PUBLIC int64_t kvfs_load(
+    const kvfs_load_run *runs, uint64_t n_runs, const uint8_t *roots, uint64_t n_pages, uint8_t *memory,
+    uint64_t *next, uint32_t *left, uint64_t most);
 
 /* -- ranks ------------------------------------------------------------------------------------------------------ */
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import ctypes
 import struct
 from array import array
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 from kvfs.native.library import Library
@@ -31,6 +31,21 @@ class Shape(NamedTuple):
     unit_step: int
     state_step: int
     head_step: int
+
+
+class Targets:
+    """Where the cells of a part are, in an engine's buffers: packed once, for many loads. The caller keeps the memory
+    of the buffers."""
+
+    def __init__(self, targets: Sequence[tuple[Shape, Sequence[tuple[int, int]]]]) -> None:
+        """Of each buffer its shape, and its layers as for ``move``."""
+        self._layers, packed = list[object](), []
+        for shape, layers in targets:
+            rows = ctypes.create_string_buffer(b"".join([_PAIR.pack(*row) for row in layers]))
+            self._layers.append(rows)
+            packed.append(_SHAPE.pack(*shape) + _PAIR.pack(ctypes.addressof(rows), len(layers)))
+        self._packed = ctypes.create_string_buffer(b"".join(packed))
+        self.address, self.count = ctypes.addressof(self._packed), len(packed)
 
 
 def move(

@@ -14,7 +14,7 @@ import sys
 from collections.abc import Iterator
 from ctypes import POINTER, c_char_p, c_int, c_int32, c_int64, c_uint32, c_uint64, c_void_p
 
-ABI = 9  # of native/kvfs_native.h
+ABI = 10  # of native/kvfs_native.h
 NAME = "_kvfs_native.so"
 SWITCHED_OFF = "off: KVFS_NATIVE=0"  # a ``state``
 FEATURE_SHA = 1  # of the CPU: its own SHA-256 instructions
@@ -126,6 +126,9 @@ _FUNCTIONS: dict[str, tuple[object, tuple[object, ...]]] = {
     "kvfs_sum_records": (None, (c_char_p, c_uint64)),
     "kvfs_append": (c_int64, (c_char_p, c_uint64, c_int, c_char_p, c_uint64, c_int64, c_uint64)),
     "kvfs_cells": (None, (c_char_p, c_char_p, c_uint64, c_char_p, c_uint64, c_void_p, c_int)),
+    "kvfs_load": (
+        c_int64, (c_char_p, c_uint64, c_char_p, c_uint64, c_void_p, POINTER(c_uint64), POINTER(c_uint32), c_uint64),
+    ),
     "kvfs_write": (c_int64, (c_int, c_char_p, c_uint64, c_int64, c_uint64, c_uint64)),
     "kvfs_entry_bytes": (c_uint64, (c_uint64, c_uint64)),
     "kvfs_publish": (

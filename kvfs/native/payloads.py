@@ -123,7 +123,7 @@ class FileCopy:
         self.share: Iterator[int] = iter(range(threads - -self._pieces.count // COPIES_PER_CALL))
 
     def work(self, share: Iterator[int]) -> None:
-        p, address = self._pieces, _scratch(self._pieces.step)
+        p, address = self._pieces, scratch(self._pieces.step)
         for _ in share:
             done = self._free.kvfs_copy(
                 p.jobs, p.n_jobs, p.count, p.step, address, p.sums, p.next, self._spots, self._n_spots, self._to,
@@ -138,7 +138,7 @@ class FileCopy:
         return self._pieces.tables()
 
 
-def _scratch(nbytes: int) -> int:
+def scratch(nbytes: int) -> int:
     """Address of memory of the calling thread, in huge pages where the kernel has them. Kept for its next copy.
 
     A read with O_DIRECT into pages of 4 KiB is one segment for each: the disk gets many small requests.

@@ -13,7 +13,7 @@ import functools
 import itertools
 from array import array
 from collections.abc import Iterable, Iterator, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
 from kvfs.errors import ConfigError
 from kvfs.native import cells, library
@@ -22,6 +22,7 @@ from kvfs.pages.layout import Group, Part
 from kvfs.system.memory_views import address_of, address_of_readonly, byte_view
 from kvfs.types import BufferLike
 
+CellTargets: TypeAlias = cells.Targets
 RUNS_PER_GRANULE = 4  # with more runs than this, numpy copies each layer by index, in one call
 
 
@@ -141,7 +142,7 @@ def _move_native(
     units: Sequence[int], chunks: Sequence[int], first_token: int, to_page: bool,
 ) -> int:  # fmt: skip
     """Copy pages in one call; how many states of them."""
-    per, size = buffer.states, group.cell.nbytes
+    per = buffer.states
     first = 0 if group.states == 1 else first_token
     begin, end = max(chunks[0] * group.states, first), (chunks[-1] + 1) * group.states
     low, high = begin // per, max(begin // per, -(-end // per))
@@ -151,20 +152,36 @@ def _move_native(
             _unit(buffer, units, index)  # names the wrong one
     whole = begin == chunks[0] * group.states and len(ids) == high - low and min(ids) >= 0
     ids.extend([-1] * (high - low - len(ids)))
-    shape = cells.Shape(
-        group.states, group.granule_states, per, part.layers, part.heads, rows.heads, size, buffer.cell[1],
-        rows.page_head * group.granule_states * size + buffer.cell[0], first, low, *buffer.stride,
-    )  # fmt: skip
-    head = rows.buffer_head * buffer.stride[2]
+    shape, layers = _target(group, part, buffer, rows, first, low)
     address = address_of_readonly if pages[0].readonly else address_of
     cells.move(
-        native, shape, [(row, buffer.bases[index] + head) for row, index in rows.layers],
+        native, shape, layers,
         [(address(page), chunk * group.states) for page, chunk in zip(pages, chunks, strict=True)], ids,
         to_page=to_page,
     )  # fmt: skip
     if whole:
         return len(chunks) * group.states
     return sum(span.states for chunk in chunks for span in _spans(buffer, group, units, chunk, first_token))
+
+
+def targets(group: Group, part: Part, device_kv: DeviceKV, first_token: int = 0) -> CellTargets:
+    """Where the native library copies the cells of ``part`` to; ``first_token`` as in ``scatter``."""
+    first = 0 if group.states == 1 else first_token
+    found = [(buffer, _rows(buffer, group, part)) for buffer in device_kv.buffers]
+    return cells.Targets([
+        _target(group, part, buffer, rows, first, 0) for buffer, rows in found if rows.heads and rows.layers
+    ])  # fmt: skip
+
+
+def _target(
+    group: Group, part: Part, buffer: KVBuffer, rows: _Rows, first: int, first_unit: int
+) -> tuple[cells.Shape, list[tuple[int, int]]]:
+    size, head = group.cell.nbytes, rows.buffer_head * buffer.stride[2]
+    shape = cells.Shape(
+        group.states, group.granule_states, buffer.states, part.layers, part.heads, rows.heads, size, buffer.cell[1],
+        rows.page_head * group.granule_states * size + buffer.cell[0], first, first_unit, *buffer.stride,
+    )  # fmt: skip
+    return shape, [(row, buffer.bases[index] + head) for row, index in rows.layers]
 
 
 @functools.cache

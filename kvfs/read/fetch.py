@@ -17,7 +17,8 @@ from kvfs.context import Context
 from kvfs.format import segment as fmt
 from kvfs.format.checksums import LEAF_BYTES, leaf_table, root_of
 from kvfs.native import library, payloads
-from kvfs.read.plan import ReadJob
+from kvfs.native.loads import CachedLoad, LoadRun
+from kvfs.read.plan import ReadJob, Run, Scatter
 from kvfs.system.files import Files
 from kvfs.system.memory_views import PageBuffers, address_of
 from kvfs.system.thread_pool import Team
@@ -25,6 +26,7 @@ from kvfs.types import Verify
 
 COLD_THREADS = 8  # parallel reads of what is not in the page cache: keeps several requests queued at a disk
 PIECE_BYTES = 512 << 10  # read and checksummed at once: stays in a core's cache in between
+SCATTER_BYTES = 2 << 20  # for each thread that copies to an engine's buffers: a thread comes within 0.1 ms
 READ_BYTES = 4 << 20  # one read of what is not in the page cache
 COPY_BYTES = 2 << 20  # copied to a file at once: one huge page, so one request to the disk
 COPY_THREADS = 3  # of one copy: copies of several batches run at once
@@ -101,22 +103,25 @@ class Fetcher:
             return None
         return sum(job.bits() for job, yes in zip(jobs, direct, strict=True) if yes)
 
-    def fetch_at_once(self, jobs: Sequence[ReadJob], leaf_bytes: int, out: memoryview) -> bool:
-        """``fetch`` in this thread, without waiting for a disk. False if that cannot be, or if a page does not verify:
-        ``out`` is undefined then, and nothing was counted."""
+    def scatter_at_once(self, pages: Sequence[tuple[Scatter, Sequence[Run]]], loads: int) -> set[int]:
+        """Copy the runs of pages to the engine; numbers of the loads of which a page is not in the page cache, or does
+        not verify. All of them where that cannot be done."""
         native = self._native()
-        if native is None or not jobs:
-            return False
-        summed = [self.must_verify(job) for job in jobs]
-        read = self._read_native(native, jobs, summed, leaf_bytes, out, workers=1)
-        if not read.supported or read.left():
-            return False
-        for number, job in enumerate(jobs):
-            if summed[number] and b"".join(_roots(job, read.table(number), leaf_bytes)) != job.roots:
-                return False
-        for job in jobs:
-            self._remember(job.held.segment_id, job.seqs)
-        return True
+        if native is None or not pages:
+            return {each.load for each, _ in pages}
+        cached = [
+            LoadRun(
+                each.load, run.held.fd, run.offset, run.stride, each.gm.part_bytes,
+                each.leaf_bytes if self.must_verify(run) else 0, run.roots, run.count, run.chunk * each.states,
+                each.units, each.targets,
+            )
+            for each, runs in pages for run in runs
+        ]  # fmt: skip
+        nbytes = sum(each.gm.nbytes for each, _ in pages)
+        workers = max(1, min(self._c.threads, nbytes // SCATTER_BYTES))
+        load = CachedLoad(native, cached, loads, workers)
+        self._team.each(load.work, [load.share] * workers)
+        return load.left()
 
     def _native(self) -> library.Library | None:
         """The library, unless the tests replace the system calls."""
@@ -191,7 +196,7 @@ class Fetcher:
                 found.append(verified)
         return found, [jobs[number] for number in sorted(left)]
 
-    def must_verify(self, job: ReadJob) -> bool:
+    def must_verify(self, job: ReadJob | Run) -> bool:
         """Whether the policy asks for checksums of a job."""
         policy, segment = self._c.verify, job.held.segment_id
         if policy is Verify.FIRST:
@@ -320,6 +325,11 @@ class Fetcher:
             return True
         self._c.counters.add("pages_corrupt")
         return False
+
+    def remember(self, runs: Sequence[Run]) -> None:
+        """Note that these pages are verified, for policy "first"."""
+        for run in runs:
+            self._remember(run.held.segment_id, run.seqs)
 
     def _remember(self, segment: bytes, seqs: Sequence[int]) -> None:
         """Note that these records are verified: policy "first" skips them from now on."""

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from kvfs.format import segment as fmt
 from kvfs.format.checksums import LEAF_BYTES, ROOT_BYTES
-from kvfs.lookup.prefix_match import GroupMatch
+from kvfs.lookup.prefix_match import GroupMatch, PrefixMatch
 from kvfs.lookup.row_hits import Hits
+from kvfs.native.cells import Targets
 from kvfs.pages.chunk_set import span
 from kvfs.segments.open_segments import OpenSegment
 
@@ -86,6 +89,19 @@ class Run:
             self.tables[first * self.leaf_bytes : (first + count) * self.leaf_bytes],
             self.ranges and _within(self.ranges, first * self.stride, count * self.stride),
         )  # fmt: skip
+
+
+class Scatter(NamedTuple):
+    """Neighbouring pages of a load that are to be copied to an engine's buffers."""
+
+    load: int  # number of the load
+    match: PrefixMatch
+    gm: GroupMatch  # of these pages
+    held: Mapping[int, OpenSegment]
+    leaf_bytes: int
+    states: int  # of a page
+    units: array[int]  # of the whole prompt, checked
+    targets: Targets
 
 
 def _within(ranges: Sequence[tuple[int, int]], first: int, nbytes: int) -> list[tuple[int, int]]:

@@ -20,7 +20,7 @@ from kvfs.pages.chunk_set import span
 from kvfs.pages.layout import Group
 from kvfs.read.assemble import assemble, decode_page
 from kvfs.read.fetch import COLD_THREADS, READ_BYTES, Fetcher
-from kvfs.read.plan import ReadJob, plan_reads, plan_runs
+from kvfs.read.plan import ReadJob, Scatter, plan_reads, plan_runs
 from kvfs.segments.open_segments import OpenSegment
 from kvfs.system.files import Files
 from kvfs.system.files import Mapping as FileMapping
@@ -94,16 +94,22 @@ class Reader:
         good, cold = self._load_group(match, gm, group, out, held)
         return good, {Tier.DISK: cold, Tier.HOST: span(gm.first, gm.count) & ~cold}
 
-    def load_run_at_once(
-        self, match: PrefixMatch, gm: GroupMatch, group: Group, out: memoryview, held: Mapping[int, OpenSegment]
-    ) -> tuple[int, dict[Tier, int]]:
-        """``load_run`` in this thread, without waiting for a disk: all chunks, or none if that cannot be."""
-        jobs, covered = plan_reads(gm, held, READ_BYTES)
-        wanted = span(gm.first, gm.count)
-        if covered != wanted or not self._fetcher.fetch_at_once(jobs, group.leaf_bytes(gm.want), out):
-            return 0, {}
-        self._note(match, gm, wanted, held)
-        return wanted, {Tier.HOST: wanted}
+    def scatter_at_once(self, pages: Sequence[Scatter], loads: int) -> set[int]:
+        """Copy pages to an engine's buffers without waiting for a disk; numbers of the loads that this could not do.
+
+        Their verified pages may have been copied, and nothing was counted of them. In this thread, with the help of
+        others where it is much.
+        """
+        planned = [plan_runs(each.gm, each.held)[0] for each in pages]
+        whole = [sum(run.count for run in runs) == each.gm.count for each, runs in zip(pages, planned, strict=True)]
+        left = {each.load for each, fine in zip(pages, whole, strict=True) if not fine}
+        wanted = [(each, runs) for each, runs in zip(pages, planned, strict=True) if each.load not in left]
+        left |= self._fetcher.scatter_at_once(wanted, loads)
+        for each, runs in wanted:
+            if each.load not in left:
+                self._fetcher.remember(runs)
+                self._note(each.match, each.gm, span(each.gm.first, each.gm.count), each.held)
+        return left
 
     def note(self, match: PrefixMatch, gm: GroupMatch, good: int) -> None:
         """After a load: access times and counts of the chunks in ``good`` (bits)."""

@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
@@ -26,6 +27,7 @@ from kvfs.pages.device_kv import DeviceKV
 from kvfs.pages.identity import Identity
 from kvfs.pages.layout import Part
 from kvfs.read.reader import Reader
+from kvfs.transfer.at_once import LoadsAtOnce
 from kvfs.transfer.control import OnDone, OnPage, Summary, TransferControl, TransferTask
 from kvfs.transfer.handle import Transfer
 from kvfs.transfer.load import BegunLoad, HostLoad, LoadJob, LoadRequest, Pages
@@ -70,6 +72,7 @@ class HostIO:
         self._pid = os.getpid()
         self._closed = False
         self._kept: list[Callable[[], None]] = []  # loads that wait for ``load_at_once``
+        self._at_once = LoadsAtOnce(self._context)
         self._lock = threading.RLock()
         try:
             self._unfinished = Unfinished(context.files.monotonic)
@@ -277,15 +280,14 @@ class HostIO:
         try:
             while (run := self._reads.take()) is not None:
                 runs.append(run)  # all of them first: a thread that has one takes turns of the interpreter
-            while runs and time.monotonic() < end:
-                job = getattr(runs[0], "__self__", None)
-                if not isinstance(job, HostLoad) or not job.run_at_once():
-                    break
-                loaded.append(job)
-                del runs[0]
+            small = deque(job for run in runs if isinstance(job := getattr(run, "__self__", None), HostLoad))
+            while small and time.monotonic() < end:
+                loaded += self._at_once.run_some(small)
         finally:
+            done = set(map(id, loaded))
             for run in runs:
-                self._reads.put(run)
+                if id(getattr(run, "__self__", None)) not in done:
+                    self._reads.put(run)
             if loaded:  # in a thread that runs no signal handler
                 self._reads.put(partial(_end_all, loaded))
 

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from typing import Any, Protocol, TypeAlias
 
 from kvfs.lookup.incremental import Lookahead
 from kvfs.lookup.prefix_match import GroupMatch, PrefixMatch
 from kvfs.pages.chunk_set import bits_of, span
-from kvfs.pages.host_copy import scatter_pages
+from kvfs.pages.host_copy import CellTargets, scatter_pages
+from kvfs.read.plan import Scatter
 from kvfs.segments.open_segments import OpenSegment
 from kvfs.transfer.control import TransferControl
 from kvfs.transfer.outcome import TierAccounting, restored
@@ -20,6 +22,8 @@ from kvfs.types import PageOutcome, Tier, TransferState
 
 #: The chunks of each group.
 Pages: TypeAlias = "Sequence[tuple[Attached, list[int]]]"
+#: Where the cells of a group go, from a token on.
+TargetsOf: TypeAlias = "Callable[[Attached, int], CellTargets]"
 AT_ONCE_BYTES = 8 << 20  # of a load that an engine's own thread may copy: about 2 ms
 
 
@@ -111,6 +115,11 @@ class HostLoad:
             transfer.end()
 
     @property
+    def nbytes(self) -> int:
+        """Bytes of its pages, as far as they are known."""
+        return sum(attached.page_bytes * len(chunks) for attached, chunks in self._request.pages)
+
+    @property
     def is_small(self) -> bool:
         """Whether an engine's own thread may copy it, as far as its request says.
 
@@ -120,45 +129,41 @@ class HostLoad:
         request = self._request
         if request.lookahead is not None or request.after is not None or self._context.store.mode.direct:
             return False
-        return sum(attached.page_bytes * len(chunks) for attached, chunks in request.pages) <= AT_ONCE_BYTES
+        return self.nbytes <= AT_ONCE_BYTES
 
-    def run_at_once(self) -> bool:
-        """In the engine's thread, which has nothing else to do: load everything, if it is little and nothing has to be
-        waited for. Otherwise False, and ``run`` is to follow. ``end`` follows in any case.
+    def begin_at_once(self, stack: ExitStack, number: int, targets: TargetsOf) -> list[Scatter] | None:
+        """What has to be copied, if an engine's own thread may do that. A step lasts until the stack ends.
 
-        Such a thread needs no turn of the interpreter for each step; where many loads are small, that is most of their
-        time.
+        Otherwise None, and ``run`` is to follow. ``number``: of this load among those that are copied together.
         """
         request, transfer, hold = self._request, self._transfer, self._request.match.hold
         if transfer.stopped or self._context.late(transfer) or not self.is_small or hold is None or not hold.acquire():
-            return False
-        try:
-            transfer.enter(TransferState.LOADING)
-            for attached, chunks in request.pages:
-                if not self._load_at_once(attached, chunks, hold.held):
-                    return False
-                transfer.layers_ready(attached.group.layers)
-        except Exception as exc:
-            fail(transfer, exc)
-        finally:
-            hold.release()
-        return True
+            return None
+        stack.callback(hold.release)
+        if not stack.enter_context(transfer.step(tell=False)):  # a callback may cancel others of these
+            return None
+        transfer.enter(TransferState.LOADING)
+        pages = []
+        for attached, chunks in request.pages:
+            gm = request.match.group(attached.group.name).for_part(attached.part, attached.page_bytes)
+            leaf, units = attached.group.leaf_bytes(attached.part), request.units[attached.number]
+            for first, count in _neighbours(chunks):
+                pages.append(Scatter(
+                    number, request.match, gm.cut(first, count), hold.held, leaf, attached.group.states, units,
+                    targets(attached, request.first_token),
+                ))  # fmt: skip
+        return pages
 
-    def _load_at_once(self, attached: Attached, chunks: list[int], held: Mapping[int, OpenSegment]) -> bool:
-        if not chunks:
-            return True
-        gm = self._request.match.group(attached.group.name).for_part(attached.part, attached.page_bytes)
-        ring, now = self._context.ring, self._context.store.files.monotonic()
-        lease = ring.acquire(len(chunks), now, page_bytes=attached.page_bytes) if ring.free else None
-        if lease is None:
-            return False
-        try:
-            return self._load_batch(attached, gm, chunks, lease, held, at_once=True) == len(chunks)
-        finally:
-            lease.release()
+    def settle_at_once(self) -> None:
+        """All of it has been copied; the step has not ended. ``end`` follows."""
+        for attached, chunks in self._request.pages:
+            good = bits_of(chunks)
+            self._request.tiers.note(attached.number, good, Tier.HOST)
+            self._transfer.settle(attached.number, good, PageOutcome.LOADED)
+            self._transfer.layers_ready(attached.group.layers)
 
     def end(self) -> None:
-        """After ``run_at_once``."""
+        """After ``settle_at_once``."""
         self._transfer.end()
 
     def _load(self, attached: Attached, chunks: list[int], held: Mapping[int, OpenSegment]) -> bool:
@@ -189,24 +194,17 @@ class HostLoad:
         return loaded == len(chunks)
 
     def _load_batch(
-        self, attached: Attached, gm: GroupMatch, chunks: list[int], lease: Lease, held: Mapping[int, OpenSegment],
-        *, at_once: bool = False,
+        self, attached: Attached, gm: GroupMatch, chunks: list[int], lease: Lease, held: Mapping[int, OpenSegment]
     ) -> int:  # fmt: skip
-        """Read into the slots and verify, then copy the pages that are good; how many were.
-
-        ``at_once``: all or none, without waiting for a disk.
-        """
+        """Read into the slots and verify, then copy the pages that are good; how many were."""
         transfer, good, read = self._transfer, 0, list[tuple[Tier, int]]()
-        load = self._context.reader.load_run_at_once if at_once else self._context.reader.load_run
         self._context.reading.add(transfer)
         try:
             for first, memory in lease.runs(attached.page_bytes):
                 there = chunks[first : first + len(memory) // attached.page_bytes]
-                good |= self._read(load, gm, attached, there, memory, held, read)
+                good |= self._read(gm, attached, there, memory, held, read)
         finally:
             self._context.reading.discard(transfer)
-        if at_once and good != bits_of(chunks):
-            return 0
         lease.move(SlotState.FULL)
         with transfer.step() as allowed:
             if not allowed:  # it has ended, perhaps while the read was waiting for the disk
@@ -229,20 +227,29 @@ class HostLoad:
         return good.bit_count()
 
     def _read(
-        self, load: Callable[..., tuple[int, dict[Tier, int]]], gm: GroupMatch, attached: Attached, chunks: list[int],
-        memory: memoryview, held: Mapping[int, OpenSegment], read: list[tuple[Tier, int]],
+        self, gm: GroupMatch, attached: Attached, chunks: list[int], memory: memoryview,
+        held: Mapping[int, OpenSegment], read: list[tuple[Tier, int]],
     ) -> int:  # fmt: skip
         """Read pages one behind the other; neighbours in the prompt in one call. The good ones, as bits.
 
         Appends (tier, chunks as bits) to ``read``.
         """
-        good, first, size = 0, 0, attached.page_bytes
-        for i in range(1, len(chunks) + 1):
-            if i < len(chunks) and chunks[i] == chunks[i - 1] + 1:
-                continue
-            run = gm.cut(chunks[first], i - first)
-            bits, tiers = load(self._request.match, run, attached.group, memory[first * size : i * size], held)
+        good, at, size = 0, 0, attached.page_bytes
+        for first, count in _neighbours(chunks):
+            target = memory[at * size : (at + count) * size]
+            bits, tiers = self._context.reader.load_run(
+                self._request.match, gm.cut(first, count), attached.group, target, held
+            )
             good |= bits
             read += tiers.items()
-            first = i
+            at += count
         return good
+
+
+def _neighbours(chunks: Sequence[int]) -> Iterator[tuple[int, int]]:
+    """(first, count) of each stretch of consecutive chunks."""
+    first = 0
+    for i in range(1, len(chunks) + 1):
+        if i == len(chunks) or chunks[i] != chunks[i - 1] + 1:
+            yield chunks[first], i - first
+            first = i

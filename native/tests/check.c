@@ -391,6 +391,56 @@ static void check_cells(void) {
     CHECK(!memcmp(pages, again, sizeof pages));
 }
 
+/* Pages of two loads, copied to one buffer each; then with a wrong root, and with a file that has no such bytes. */
+static void check_loads(const char *folder) {
+    enum { STATES = 16, CELL = 33, PAGE_BYTES = STATES * CELL, STEP = 600, UNIT = 8, N = 5 };
+    uint8_t data[N * STEP], roots[16 * N], table[8 * 9], want[2][N * STATES][CELL], buffer[2][N * STATES][CELL];
+    fill(data, sizeof data);
+    int fd = make_file(folder, "pages", data, sizeof data);
+    uint8_t *memory = malloc(PAGE_BYTES + sizeof table); /* exactly what is asked for */
+    kvfs_shape shape = {STATES, STATES, UNIT, 1, 1, 1, CELL, CELL, 0, 3, 0, UNIT * CELL, CELL, 0};
+    kvfs_layer layers[2] = {{0, buffer[0][0]}, {0, buffer[1][0]}};
+    kvfs_target targets[2] = {{shape, &layers[0], 1}, {shape, &layers[1], 1}};
+    int64_t units[2 * N];
+    for (int i = 0; i < 2 * N; i++) units[i] = i == 4 ? -1 : 2 * N - 1 - i;
+    memset(want, 0xa5, sizeof want);
+    for (int page = 0; page < N; page++) {
+        kvfs_sum(data + page * STEP, PAGE_BYTES, 64, table);
+        kvfs_roots(table, 1, sizeof table, roots + 16 * page);
+        for (int state = page * STATES; state < (page + 1) * STATES; state++)
+            if (state >= 3 && units[state / UNIT] >= 0)
+                memcpy(want[page >= 2][units[state / UNIT] * UNIT + state % UNIT], data + page * STEP + state % STATES * CELL, CELL);
+    }
+    kvfs_load_run runs[2] = {
+        {fd, 0, 0, STEP, PAGE_BYTES, 64, 0, 0, units, &targets[0], 1},
+        {fd, 1, 2 * STEP, STEP, PAGE_BYTES, 64, 2, 2 * STATES, units, &targets[1], 1}};
+    uint32_t left[2] = {2, 3};
+    uint64_t next = 0;
+    memset(buffer, 0xa5, sizeof buffer);
+    int64_t got = kvfs_load(runs, 2, roots, N, memory, &next, left, 2);
+    if (got == 2) {
+        CHECK(left[0] == 0 && left[1] == 3 && next == 2);
+        CHECK(kvfs_load(runs, 2, roots, N, memory, &next, left, 100) == 3 && !left[1]);
+        CHECK(!memcmp(buffer, want, sizeof want));
+        CHECK(kvfs_load(runs, 2, roots, N, memory, &next, left, 100) == 0);
+        roots[16 * 3] ^= 1; /* the second of three: the first was copied, the third is not tried */
+        left[0] = 2, left[1] = 3, next = 0;
+        memset(buffer, 0xa5, sizeof buffer);
+        CHECK(kvfs_load(runs, 2, roots, N, memory, &next, left, 100) == 3);
+        CHECK(!left[0] && left[1] == (KVFS_LOAD_FAILED | 2) && !memcmp(buffer[0], want[0], sizeof want[0]));
+        CHECK(buffer[1][0][0] == 0xa5);
+        runs[1].leaf = 0, left[0] = 2, left[1] = 3, next = 0; /* not verified */
+        CHECK(kvfs_load(runs, 2, roots, N, memory, &next, left, 100) == 5 && !memcmp(buffer, want, sizeof want));
+        runs[0].offset = 1 << 20, left[0] = 2, left[1] = 3, next = 0;
+        CHECK(kvfs_load(runs, 2, roots, N, memory, &next, left, 100) == 3 && left[0] == (KVFS_LOAD_FAILED | 2));
+    } else {
+        printf("loads left out: %lld\n", (long long)got);
+        CHECK(left[0] && left[1]);
+    }
+    close(fd);
+    free(memory);
+}
+
 #include "ranks.h"
 
 int main(int argc, char **argv) {
@@ -401,6 +451,7 @@ int main(int argc, char **argv) {
     check_lookups(argv[1]);
     check_payloads(argv[1]);
     check_cells();
+    check_loads(argv[1]);
     check_ranks();
     puts("ok");
     return 0;

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 import kvfs
 from kvfs.native import library
+from kvfs.read.fetch import Fetcher
 from kvfs.system.files import Files
+from kvfs.transfer import at_once
 from kvfs.transfer import load as host_load
 from kvfs.transfer.host_io import HostIO
 from tests.transfer.test_host_io import LATE, LAYOUT, SECONDS, Engine, Gate, Log, blocks, flip, prompt, saved, settled
@@ -72,14 +75,21 @@ def test_a_damaged_page_is_left_to_the_threads(
 ) -> None:
     source, target = saved(ns, 4), Engine(seed=None)
     flip(store_path, source.memory[0, 4, 0, 0].tobytes())
+
+    def flipped_in(engine: Engine) -> int:
+        """Cells that are neither those that were saved nor untouched."""
+        wrong = (engine.memory != source.memory) & (engine.memory != 0xA5A5)
+        return int(wrong.sum())
+
     with ns.attach(target.kv, threads=1) as io, ns.match(prompt(4)) as match:
         gate = busy(io)
         transfer = io.load(match, blocks(4), deadline=LATE)
         io.load_at_once(SECONDS)
-        assert (target.memory == 0xA5A5).all()
+        assert not transfer.done.is_set() and flipped_in(target) == 0
         gate.open()
         result = transfer.wait(SECONDS)
         assert result is not None and result.declined and result.reason == "unreadable"
+        assert flipped_in(target) == 0
         assert store.stats()["counters"]["pages_corrupt"] == 1
         settled(io)
 
@@ -105,19 +115,89 @@ def test_what_may_wait_is_left_to_the_threads(
         settled(io)
 
 
+def test_one_damaged_page_keeps_no_other_load(
+    store: kvfs.Store, ns: kvfs.Namespace, busy: Callable[[HostIO], Gate], store_path: Path
+) -> None:
+    source, target, log = saved(ns, 4), Engine(seed=None), Log()
+    flip(store_path, source.memory[0, 6, 0, 0].tobytes())
+    with ns.attach(target.kv, threads=1) as io, ns.match(prompt(4)) as match, ns.match(prompt(2)) as short:
+        gate = busy(io)
+        io.load(match, blocks(4), deadline=LATE)
+        transfer = io.load(short, blocks(2, 20), deadline=LATE, **log.hooks)
+        io.load_at_once(SECONDS)
+        assert target.tokens(blocks(2, 20)) == source.tokens(blocks(2))
+        gate.open()
+        result = transfer.wait(SECONDS)
+        assert result is not None and (result.pages, result.declined) == (2, 0)
+        log.check(transfer, 2)
+        settled(io)
+
+
+def test_many_loads_are_copied_in_several_calls(ns: kvfs.Namespace, monkeypatch: pytest.MonkeyPatch) -> None:
+    source, target, calls = saved(ns, 4), Engine(seed=None), list[int]()
+    scatter = Fetcher.scatter_at_once
+
+    def counted(fetcher: Fetcher, pages: Any, loads: int) -> set[int]:
+        calls.append(loads)
+        return scatter(fetcher, pages, loads)
+
+    monkeypatch.setattr(Fetcher, "scatter_at_once", counted)
+    with ns.attach(target.kv, threads=1) as io, ns.match(prompt(4)) as match:
+        monkeypatch.setattr(at_once, "TOGETHER_BYTES", 2 * match.nbytes)
+        places = [blocks(4, 10 * n) for n in range(5)]
+        transfers = [io.load(match, place, deadline=LATE, at_once=True) for place in places]
+        io.load_at_once(SECONDS)
+        assert calls == [2, 2, 1]
+        for place, transfer in zip(places, transfers, strict=True):
+            assert transfer.wait(SECONDS) and target.tokens(place) == source.tokens(blocks(4))
+        settled(io)
+
+
+def test_pages_of_a_segment_that_is_gone_are_left_to_the_threads(
+    ns: kvfs.Namespace, busy: Callable[[HostIO], Gate]
+) -> None:
+    saved(ns, 3)
+    target = Engine(seed=None)
+    with ns.attach(target.kv, threads=1) as io, ns.match(prompt(3)) as match:
+        assert match.hold is not None
+        match.hold.held = {}
+        gate = busy(io)
+        transfer = io.load(match, blocks(3), deadline=LATE)
+        io.load_at_once(SECONDS)
+        assert (target.memory == 0xA5A5).all() and not transfer.done.is_set()
+        gate.open()
+        result = transfer.wait(SECONDS)
+        assert result is not None and result.pages == 0
+        settled(io)
+
+
+def test_an_error_leaves_the_loads_to_the_threads(ns: kvfs.Namespace, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An engine's thread sees none."""
+    source, target = saved(ns, 3), Engine(seed=None)
+
+    def broken(*_: object) -> set[int]:
+        raise OSError("no memory")
+
+    monkeypatch.setattr(Fetcher, "scatter_at_once", broken)
+    with ns.attach(target.kv, threads=1) as io, ns.match(prompt(3)) as match:
+        transfer = io.load(match, blocks(3), deadline=LATE, at_once=True)
+        io.load_at_once(SECONDS)
+        assert transfer.wait(SECONDS) and target.tokens(blocks(3)) == source.tokens(blocks(3))
+        settled(io)
+
+
 def test_an_interrupt_leaves_the_load_to_the_threads(
     ns: kvfs.Namespace, busy: Callable[[HostIO], Gate], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    source, target, scatter = saved(ns, 3), Engine(seed=None), host_load.scatter_pages
+    source, target = saved(ns, 3), Engine(seed=None)
 
-    def interrupted(*_: object, **__: object) -> int:
-        monkeypatch.setattr(host_load, "scatter_pages", scatter)
+    def interrupted(*_: object) -> set[int]:
         raise KeyboardInterrupt
 
     with ns.attach(target.kv, threads=1) as io, ns.match(prompt(3)) as match:
         gate = busy(io)
         transfer = io.load(match, blocks(3), deadline=LATE)
-        monkeypatch.setattr(host_load, "scatter_pages", interrupted)
+        monkeypatch.setattr(Fetcher, "scatter_at_once", interrupted)
         with pytest.raises(KeyboardInterrupt):
             io.load_at_once(SECONDS)
         gate.open()
