@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from array import array
 from collections.abc import Iterator
 from pathlib import Path
@@ -188,6 +189,31 @@ def test_wrong_slots_are_refused(
     with pytest.raises(ConfigError, match=what):
         ranks[2].group.copy_tokens(source_ranks, source_slots, target_slots)
     assert set(ranks[2].bytes(range(SLOTS))) == {0xA5}
+
+
+@pytest.mark.parametrize(("number", "other"), [(1, "99"), (0, "9" * 5)])
+def test_a_peer_whose_table_has_wrong_numbers_of_slots_is_not_reached(
+    store: kvfs.Store, memory_path: Path, number: int, other: str
+) -> None:
+    ns = store.namespace("model", LAYOUT, "1")
+    source = Rank(ns, 0, 2, memory_path, seed=1, units=SLOTS, block=1)
+    with closing(source):
+        path = next(p for p in memory_path.iterdir() if p.name.startswith("kvfs-ranks-") and p.name.endswith("-0"))
+        table = path.read_bytes()
+        found = re.search(rb'"token_slots": \[(\d+), (\d+)\]', table)
+        assert found is not None
+        wrong = [*found.groups()]
+        wrong[number] = other.encode()
+        text = b'"token_slots":[%b,%b]' % (wrong[0], wrong[1])
+        start, end = found.span()
+        with path.open("r+b") as file:
+            file.seek(start)
+            file.write(text.ljust(end - start))
+        reader = Rank(ns, 1, 2, memory_path, units=SLOTS, block=1)
+        with closing(reader):
+            reader.group._look_around()
+            assert reader.group.peers == []
+            assert reader.group.copy_tokens([0], [1], [1]) is None
 
 
 def test_engines_of_blocks_have_no_token_slots(store: kvfs.Store, memory_path: Path) -> None:

@@ -132,6 +132,7 @@ def test_concurrent_requests_over_two_servers(model: Callable[[str], Path], prom
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(600)  # six processes import vLLM
 def test_data_parallel_ranks_of_one_server_share_the_store(
     model: Callable[[str], Path], prompt: Prompt, tmp_path: Path
 ) -> None:
