@@ -13,7 +13,6 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from kvfs.errors import ConfigError
-from kvfs.gpu.device import Event
 from kvfs.gpu.gpu_io import GpuIO, GpuPools
 from kvfs.gpu.lane import Lane
 from kvfs.kernels.driver import CudaError
@@ -27,7 +26,7 @@ from kvfs.ranks.plan import PeerPages, RankPlan, RankTables, native_library, tab
 from kvfs.ranks.publish import Publisher
 from kvfs.ranks.pull import POLL_SECONDS, Pull, Source, prepare
 from kvfs.ranks.shared_files import DIRECTORY, OwnTable, PeerTable
-from kvfs.ranks.tokens import TokenCopies, checked_slots
+from kvfs.ranks.tokens import TokenCopies, TokenCopy, checked_slots, token_slots
 from kvfs.transfer.control import OnDone, Outcomes, TransferControl, TransferTask
 from kvfs.transfer.handle import Transfer
 from kvfs.transfer.unfinished import Unfinished
@@ -109,9 +108,11 @@ class RankGroup:
             self._pools.counters.add("ranks_without_handles")
             self.offers = False
             text = {"allocations": [], "buffers": {}}
+        attached = list(self._pools.attached.values())
+        slots = attached[0].device.units if token_slots(attached) else 0
         return OwnTable(
             self._pools.files, directory, table_name(io.namespace, io.parts, name, self.rank), native_library(), pages,
-            text,
+            text, slots,
         )  # fmt: skip
 
     # -- what this rank holds ----------------------------------------------------------------
@@ -201,14 +202,15 @@ class RankGroup:
         self._look_soon()
         return handle
 
-    def copy_tokens(self, source_ranks: Any, source_slots: Any, target_slots: Any) -> Event | None:
+    def copy_tokens(self, source_ranks: Any, source_slots: Any, target_slots: Any) -> TokenCopy | None:
         """Copy single tokens, each from a slot of a rank into a slot of this one: all layers with one launch.
 
         For engines of token slots whose router decides by token (LightLLM's ``kv_trans_for_dp``). What it copies is
-        not verified, by design, as there: no sum covers a token. No lease is taken either: the sources keep these
-        slots until the event that is returned has happened, and the own engine does not read the targets before.
-        Ordered behind nothing: call it when both are so. None, and nothing moves, if a rank is not reached or too many
-        copies are under way. Raises ConfigError, also for slots that do not exist.
+        not verified, by design, as there: no sum covers a token. The sources hold the slots until this returns. Then
+        a lease holds them until the copies have ended: a source calls ``retract`` before it reuses slots, and waits,
+        or the tokens do not count (``TokenCopy.arrived``). The own engine does not read the targets before. Ordered
+        behind nothing: call it when all are written. None, and nothing moves, if a rank is not reached, or if too many
+        copies are under way or leases taken. Raises ConfigError, also for slots that do not exist.
         """
         self._check_open()
         a = self._tokens.check()
@@ -229,9 +231,10 @@ class RankGroup:
                     self._pools.counters.add("pulls_without_peer")
                     return None
                 sources[rank] = source
-            event = self._tokens.enqueue(sources, ranks, slots, targets)
-        self._pools.counters.add("tokens_copied", len(targets) if event is not None else 0)
-        return event
+            copy = self._tokens.enqueue(sources, ranks, slots, targets)
+        if copy is not None:
+            self._pulls.put(copy.watch)
+        return copy
 
     def _forget(self, transfer: TransferControl) -> None:
         self._unfinished.discard(transfer)
@@ -285,6 +288,8 @@ class RankGroup:
                 groups = memory.groups
             if any(table.sections[name].page != peer.page for name, peer in groups.items()):
                 raise ConfigError("its table and its memory differ in the units of a page")
+            if table.token_slots not in (0, *(peer.units for peer in groups.values())):
+                raise ConfigError("its table and its memory differ in the number of token slots")
             source = Source(table, groups)
             with self._pulling:
                 prepare(pools, self._unit_tables, source, self._lane)
@@ -344,6 +349,7 @@ class RankGroup:
         self._unfinished.dismiss()
         with self._pulling, self._pools.device.current():  # a caller of ``load`` may be enqueuing
             self._lane.wait()
+            self._tokens.reclaim()  # ends the leases
             for memory in self._memories.values():
                 memory.close()
             self._memories.clear()

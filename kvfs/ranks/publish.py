@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from array import array
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, MutableSequence, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -35,7 +35,11 @@ class Publisher:
     def __init__(self, pools: GpuPools, lane: Lane, table: OwnTable, unit_tables: Mapping[int, Memory]) -> None:
         self._pools, self._lane, self._table, self._unit_tables = pools, lane, table, unit_tables
         self._lock = threading.Lock()
-        self._epochs = {name: array("Q", [0]) * a.device.units for name, a in pools.attached.items()}
+        #: Of each unit, how often it was retracted. Peers read those of token slots, whose copies they do not sum.
+        self._epochs: dict[str, MutableSequence[int] | memoryview[int]] = {
+            name: table.generations if table.token_slots else array("Q", [0]) * a.device.units
+            for name, a in pools.attached.items()
+        }
         self._closed = False
 
     def announce(
@@ -126,7 +130,7 @@ class Publisher:
         self._pools.counters.add("pages_published", len(batch.subs))
 
     def retract(self, units: dict[int, Any]) -> array[int]:
-        """Retract all pages in these units; the entries that they had."""
+        """Retract all pages in these units, and what token slots hold; what ``leased`` takes."""
         entries = array("I")
         with self._lock:
             for a in self._pools.attached.values():
@@ -134,7 +138,8 @@ class Publisher:
                 epochs = self._epochs[a.group.name]
                 for unit in mine:
                     epochs[unit] += 1
-                entries.extend(self._table.retract(a.group.name, mine))
+                entries.extend(self._table.retract(a.group.name, mine))  # fences behind the epochs, too
+                entries.extend(self._table.lease_numbers(mine))
         return entries
 
     def close(self) -> None:

@@ -1,8 +1,9 @@
 """The shared memory of one rank: a table that it alone writes, and the leases that its peers take.
 
     NAME-RANK        magic, bytes of the description (u64), ranks whose memory it reaches (u64, a bit for each), the
-                     description (JSON), the entries of each group
-    NAME-RANK.ID     the leases: SLOTS of them, a state and one bit for each entry of all groups
+                     description (JSON), the entries of each group, the generation (u64) of each token slot
+    NAME-RANK.ID     the leases: SLOTS of them, a state and one bit for each entry of all groups, then for each token
+                     slot
 
 Files of /dev/shm (or another directory of a memory file system), readable by one user only. The rank holds the table
 under an exclusive flock while it is alive. What a table says is checked before it is used; it is as little trusted as a
@@ -39,11 +40,12 @@ from kvfs.system.descriptors import Descriptor
 from kvfs.system.files import Files
 
 DIRECTORY = "/dev/shm"
-MAGIC, FORMAT = b"kvfsrnk1", 1
+MAGIC, FORMAT = b"kvfsrnk1", 2
 HEAD_BYTES, REACHED_AT = 24, 16
 DESCRIPTION_BYTES_MAX = 4 << 20
 TABLE_BYTES_MAX = 1 << 36
 SLOTS = 64  # leases on one rank at a time
+GENERATION_BYTES = 8
 SPARE = 3, 2  # entries for pages that the units of a rank can hold: each finds a place in one of two buckets
 
 
@@ -66,9 +68,10 @@ class OwnTable:
 
     def __init__(
         self, files: Files, directory: str, name: str, native: Library, pages: Mapping[str, tuple[Page, int]],
-        description: dict[str, Any],
+        description: dict[str, Any], token_slots: int = 0,
     ) -> None:  # fmt: skip
-        """``pages``: of each group what an entry holds, and how many units there are.
+        """``pages``: of each group what an entry holds, and how many units there are. ``token_slots``: of the only
+        group, if its units are single tokens.
 
         ConfigError if a process that is alive has the rank, or if there is no room.
         """
@@ -86,27 +89,32 @@ class OwnTable:
         text = json.dumps({
             **description, "format": FORMAT, "instance": self.instance, "leases": leases, "pid": os.getpid(),
             "sections": [[s.group, s.offset, s.buckets, *s.page, s.first] for s in sections],
+            "token_slots": [offset, token_slots],
         }).encode()  # fmt: skip
-        start = _aligned(HEAD_BYTES + len(text))
+        start, end = _aligned(HEAD_BYTES + len(text)), offset + _aligned(GENERATION_BYTES * token_slots)
+        bits = first + token_slots
         self._leases_name = leases
         try:
             self._take_place(native)
-            self._file, self._map = self._create(f"{name}.new-{self.instance}", start + offset)
+            self._file, self._map = self._create(f"{name}.new-{self.instance}", start + end)
             assert files.flock(self._file.fd, fcntl.LOCK_EX), "a new file is locked"
             self._map[HEAD_BYTES : HEAD_BYTES + len(text)] = text
             self._map[:REACHED_AT] = MAGIC + len(text).to_bytes(8, "little")
-            self._lease_file, self._lease_map = self._create(leases, SLOTS * slot_bytes(first))
+            self._lease_file, self._lease_map = self._create(leases, SLOTS * slot_bytes(bits))
             files.rename(f"{name}.new-{self.instance}", name, src_dir_fd=self._folder.fd, dst_dir_fd=self._folder.fd)
         except OSError as exc:
             self._unlink(f"{name}.new-{self.instance}", leases)
             raise ConfigError(
                 f"{directory} cannot hold the table of this rank ({exc}): pass directory=, of a memory file system "
-                f"that all ranks share, with {start + offset + SLOTS * slot_bytes(first)} bytes free"
+                f"that all ranks share, with {start + end + SLOTS * slot_bytes(bits)} bytes free"
             ) from None
         base, lease_base = _address(self._map), _address(self._lease_map)
         self.sections = {s.group: s for s in sections}
         self._tables = {s.group: SharedPrefixes(native, base + start + s.offset, s.buckets, s.page) for s in sections}
-        self._leases = SharedLeases(native, lease_base, SLOTS, first)
+        self._leases = SharedLeases(native, lease_base, SLOTS, bits)
+        self._first_slot, self.token_slots = first, token_slots
+        at = start + offset
+        self.generations = memoryview(self._map)[at : at + GENERATION_BYTES * token_slots].cast("Q")
         self._holders = {group: array("I", [NONE]) * (units * page.per_unit) for group, (page, units) in pages.items()}
         self._stamp = 0
         self.reached = 0
@@ -126,8 +134,12 @@ class OwnTable:
         first = self.sections[group].first
         return array("I", [first + entry for entry in self._tables[group].retract(self._holders[group], units)])
 
+    def lease_numbers(self, slots: array[int]) -> array[int]:
+        """What ``leased`` takes for token slots."""
+        return array("I", [self._first_slot + slot for slot in slots]) if self.token_slots else array("I")
+
     def leased(self, entries: array[int]) -> bool:
-        """Whether a reader's lease on one of these entries, which were retracted, is still in force."""
+        """Whether a reader's lease on one of these, which were retracted, is still in force."""
         return any(self._leases.busy(now_ms(self._files), entries))
 
     def close(self) -> None:
@@ -184,7 +196,12 @@ class PeerTable:
         self._lock = threading.Lock()  # of the file: its number may be another file's once it is closed
         self.sections = {s.group: s for s in _sections(text, native, nbytes - start)}
         entries = sum(s.entries for s in self.sections.values())
-        if len(leases) < SLOTS * slot_bytes(entries):
+        slots_at, self.token_slots = text["token_slots"]
+        if any(type(n) is not int or not 0 <= n < TABLE_BYTES_MAX for n in (slots_at, self.token_slots)):
+            raise ValueError("a table has wrong numbers of token slots")
+        if slots_at % GENERATION_BYTES or slots_at + GENERATION_BYTES * self.token_slots > nbytes - start:
+            raise ValueError("the token slots of a table reach beyond it")
+        if len(leases) < SLOTS * slot_bytes(entries + self.token_slots):
             raise ValueError("the file of the leases is too short")
         self._map = files.map_bare(file.fd, nbytes, 0)
         weakref.finalize(self, self._map.close).atexit = False  # not at ``close``: a lookup may be under way
@@ -192,7 +209,10 @@ class PeerTable:
         self._tables = {
             s.group: SharedPrefixes(native, base + s.offset, s.buckets, s.page) for s in self.sections.values()
         }
-        self._leases = SharedLeases(native, _address(leases), SLOTS, entries)
+        self._leases = SharedLeases(native, _address(leases), SLOTS, entries + self.token_slots)
+        self._first_slot = entries
+        at = (ctypes.c_uint64 * self.token_slots).from_address(base + slots_at)
+        self._generations = memoryview(at).cast("B").cast("Q")
 
     @classmethod
     def open(cls, files: Files, directory: str, name: str, native: Library) -> PeerTable | None:
@@ -247,7 +267,17 @@ class PeerTable:
 
     def lease(self, found: Mapping[str, Found], seconds: float) -> tuple[int, int] | None:
         """Take a lease on these entries; None if SLOTS others are in force."""
-        entries = [(self.sections[group].first, some.entries) for group, some in found.items()]
+        return self._take([(self.sections[group].first, some.entries) for group, some in found.items()], seconds)
+
+    def lease_slots(self, slots: array[int], seconds: float) -> tuple[int, int] | None:
+        """The same for token slots (u32). Ask ``generations`` afterwards."""
+        return self._take([(self._first_slot, slots)], seconds)
+
+    def generations(self, slots: Sequence[int]) -> Sequence[int]:
+        """Of token slots: a number that is another one once the rank has retracted the slot. IndexError."""
+        return list(map(self._generations.__getitem__, slots))
+
+    def _take(self, entries: Sequence[tuple[int, array[int]]], seconds: float) -> tuple[int, int] | None:
         now = now_ms(self._files)
         nonce = int.from_bytes(self._files.random(3), "little") | 1
         return self._leases.take(nonce, now, now + max(1, int(seconds * 1000)), entries)

@@ -15,31 +15,49 @@ pytest.importorskip("triton", reason="ranks need the GPU transport")
 
 import kvfs
 from kvfs.types import Tier
-from tests.ranks.simulated import LAYOUT, SECONDS, Rank, closing, prompt
+from tests.gpu.simulated import Pending
+from tests.ranks.simulated import BLOCK, LAYOUT, SECONDS, Rank, closing, prompt
 
 UNITS = [2 * i + 1 for i in range(12)]
 OTHERS = [30 - i for i in range(12)]
 
 
 class Source:
-    """A child process with rank 0, which has published six pages."""
+    """A child process with rank 0. Of blocks: it has published six pages. Of slots: it retracts what it is told."""
 
-    def __init__(self, path: Path, folder: Path) -> None:
+    def __init__(self, path: Path, folder: Path, *, block: int = BLOCK) -> None:
         ready, told = os.pipe()
+        asked, self._ask = os.pipe()
+        self._answer, answers = os.pipe()
         self.pid = os.fork()  # of a process that has no store yet
         if not self.pid:
             with contextlib.suppress(BaseException):
                 store = kvfs.open(path, capacity="64MiB")
                 ns = store.namespace("model", LAYOUT, "1")
-                rank = Rank(ns, 0, 2, folder, seed=1)
-                rank.publish(prompt(6), UNITS)
+                rank = Rank(ns, 0, 2, folder, seed=1, block=block)
+                if block == BLOCK:
+                    rank.publish(prompt(6), UNITS)
                 os.write(told, rank.bytes(UNITS))
                 os.close(told)
-                time.sleep(SECONDS)
+                while slot := os.read(asked, 1):
+                    os.write(answers, bytes([rank.group.retract(list(slot), timeout=0.01)]))
             os._exit(1)
-        os.close(told)
+        for mine in (told, asked, answers):
+            os.close(mine)
         with open(ready, "rb") as pipe:
             self.bytes = pipe.read()
+
+    def retract(self, slot: int) -> bool:
+        """Whether no peer reads the slot any more."""
+        os.write(self._ask, bytes([slot]))
+        answer = os.read(self._answer, 1)
+        assert answer, "the source has ended"
+        return answer == b"\1"
+
+    def close(self) -> None:
+        self.kill()
+        for mine in (self._ask, self._answer):
+            os.close(mine)
 
     def kill(self) -> None:
         if self.pid:
@@ -52,7 +70,18 @@ class Source:
 def source(store_path: Path, memory_path: Path) -> Iterator[Source]:
     child = Source(store_path, memory_path)
     yield child
-    child.kill()
+    child.close()
+
+
+@pytest.fixture
+def reader(store_path: Path, memory_path: Path) -> Iterator[tuple[Source, Rank]]:
+    """A rank of token slots, and its source."""
+    child = Source(store_path, memory_path, block=1)
+    with contextlib.closing(child), kvfs.open(store_path) as store:
+        rank = Rank(store.namespace("model", LAYOUT, "1"), 1, 2, memory_path, block=1)
+        with closing(rank):
+            assert rank.group.wait_for_peers(1, SECONDS)
+            yield child, rank
 
 
 def test_a_prefix_comes_from_another_process(source: Source, store_path: Path, memory_path: Path) -> None:
@@ -87,3 +116,33 @@ def test_the_reader_goes_on_when_the_source_is_killed_in_the_middle_of_a_pull(
             assert reader.counters()["pulls_without_peer"]
             reader.publish(prompt(1, first=1000), OTHERS[:2])  # it goes on
             assert reader.group.retract(OTHERS[:2])
+
+
+def test_another_process_keeps_token_slots_while_they_are_read(
+    reader: tuple[Source, Rank], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source, rank = reader
+    pending = Pending()
+    monkeypatch.setattr(rank.group._lane.dma, "record", lambda *_: pending)
+    copy = rank.group.copy_tokens([0] * 12, UNITS, OTHERS)
+    assert copy is not None
+    assert source.retract(0), "it is not read"
+    assert not source.retract(UNITS[3]), "it is read, and is reused all the same"
+    pending.happened.set()
+    assert copy.arrived(SECONDS) == bytes([1, 1, 1, 0] + [1] * 8)
+    assert rank.bytes(OTHERS) == source.bytes
+    assert source.retract(UNITS[4])
+
+
+def test_no_token_counts_of_a_source_that_is_killed_while_it_is_read(
+    reader: tuple[Source, Rank], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source, rank = reader
+    pending = Pending()
+    monkeypatch.setattr(rank.group._lane.dma, "record", lambda *_: pending)
+    copy = rank.group.copy_tokens([0] * 12, UNITS, OTHERS)
+    assert copy is not None
+    source.kill()
+    pending.happened.set()
+    assert copy.arrived(SECONDS) == bytes(12)
+    assert rank.group.copy_tokens([0], [1], [1]) is None, "nothing moves from it any more"

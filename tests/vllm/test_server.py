@@ -18,6 +18,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from tests.vllm.engine import Engine
 
 Prompt = Callable[..., list[int]]
@@ -25,18 +27,25 @@ START_SECONDS = 240.0
 
 
 class Server:
-    def __init__(self, url: str) -> None:
-        self.url = url
+    def __init__(self, url: str, process: subprocess.Popen[bytes], log: Path) -> None:
+        self.url, self.log = url, log
+        self._process = process
 
-    def ask(self, prompt: list[int]) -> tuple[int, list[int]]:
-        """(cached tokens, new tokens)"""
+    def kill(self) -> None:
+        """The API server and its engines, at once."""
+        os.killpg(self._process.pid, signal.SIGKILL)
+        self._process.wait(30)
+
+    def ask(self, prompt: list[int], rank: int | None = None) -> tuple[int, list[int]]:
+        """(cached tokens, new tokens). ``rank``: the data-parallel one that computes it; None: the server chooses."""
         body = {
             "model": "m", "prompt": prompt, "max_tokens": 8, "temperature": 0, "ignore_eos": True,
             "return_token_ids": True,
         }  # fmt: skip
         request = urllib.request.Request(
-            f"{self.url}/v1/completions", json.dumps(body).encode(), {"Content-Type": "application/json"}
-        )
+            f"{self.url}/v1/completions", json.dumps(body).encode(),
+            {"Content-Type": "application/json", **({} if rank is None else {"X-data-parallel-rank": str(rank)})},
+        )  # fmt: skip
         with urllib.request.urlopen(request, timeout=120) as response:
             answer: dict[str, Any] = json.load(response)
         details = answer["usage"].get("prompt_tokens_details") or {}
@@ -54,15 +63,23 @@ class Server:
             for value in re.findall(rf"^vllm:{name}(?:_total)?\{{[^}}]*{label}[^}}]*\}} (\S+)$", text, re.M)
         )
 
+    def wait_for(self, name: str, label: str) -> None:
+        """Until a counter is not 0."""
+        end = time.monotonic() + 60
+        while not self.metric(name, label):
+            assert time.monotonic() < end, f"{name} stays 0"
+            time.sleep(0.1)
+
 
 @contextmanager
-def serving(model: Path, store: Path) -> Iterator[Server]:
+def serving(model: Path, store: Path, *flags: str, **settings: Any) -> Iterator[Server]:
+    """``flags``: of the server, besides those of all tests. ``settings``: of kvfs."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
     transfer = {
         "kv_connector": "KvfsConnector", "kv_role": "kv_both",
-        "kv_connector_extra_config": {"path": str(store), "capacity": "256MiB"},
+        "kv_connector_extra_config": {"path": str(store), "capacity": "256MiB", **settings},
     }  # fmt: skip
     log = store.parent / f"{port}.log"
     with log.open("w") as out:
@@ -70,7 +87,7 @@ def serving(model: Path, store: Path) -> Iterator[Server]:
             [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", str(model), "--port", str(port),
              "--host", "127.0.0.1", "--served-model-name", "m", "--enforce-eager", "--block-size", "32",
              "--max-model-len", "2048", "--dtype", "float32", "--kv-cache-memory-bytes", str(32 << 20),
-             "--enable-prompt-tokens-details", "--kv-transfer-config", json.dumps(transfer)],
+             "--enable-prompt-tokens-details", "--kv-transfer-config", json.dumps(transfer), *flags],
             stdout=out, stderr=subprocess.STDOUT, start_new_session=True,
             env={**os.environ, "HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1"},
         )  # fmt: skip
@@ -84,7 +101,7 @@ def serving(model: Path, store: Path) -> Iterator[Server]:
             except (urllib.error.URLError, ConnectionError):
                 assert process.poll() is None and time.monotonic() < end, log.read_text()[-4000:]
                 time.sleep(0.5)
-        yield Server(url)
+        yield Server(url, process, log)
     finally:
         process.send_signal(signal.SIGINT)
         try:
@@ -112,3 +129,30 @@ def test_concurrent_requests_over_two_servers(model: Callable[[str], Path], prom
         by_source = [second.metric("prompt_tokens_cached_by_source", f'source="{tier}"') for tier in ("host", "disk")]
         assert sum(by_source) == hits
         assert second.metric("kvfs_tokens_loaded_host") + second.metric("kvfs_tokens_loaded_disk") == hits
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)  # six processes import vLLM
+def test_data_parallel_ranks_of_one_server_share_the_store(
+    model: Callable[[str], Path], prompt: Prompt, tmp_path: Path
+) -> None:
+    """What one rank has computed the other one loads, and a later engine once the server was killed. On a CPU the pages
+    come from the store: ``dp_pulls`` needs GPUs, and says so."""
+    first, other = prompt(1, 600), prompt(2, 600)
+    with Engine(model("llama")) as plain:
+        expected = [tokens for _, tokens in plain.generate(first, other, max_tokens=8)]
+    with serving(model("llama"), tmp_path / "store", "--data-parallel-size", "2", dp_pulls=True) as server:
+        assert server.ask(first, rank=0) == (0, expected[0])
+        assert server.ask(other, rank=1) == (0, expected[1])
+        for rank in (0, 1):
+            server.wait_for("kv_offload_store_bytes", f'engine="{rank}"')
+        for rank, prompt_of_the_other, tokens in ((1, first, expected[0]), (0, other, expected[1])):
+            assert server.ask(prompt_of_the_other, rank=rank) == (576, tokens)
+            assert server.metric("external_prefix_cache_hits", f'engine="{rank}"') == 576
+            assert server.metric("kvfs_pages_loaded", f'engine="{rank}"') == 9
+        assert server.metric("kvfs_loads_failed") == server.metric("kvfs_tokens_loaded_peer") == 0
+        assert "dp_pulls is off, pages come from the store: ranks are for buffers on a GPU" in server.log.read_text()
+        server.kill()
+    with Engine(model("llama"), tmp_path / "store") as later:
+        answers = later.generate(first, other, max_tokens=8)
+    assert answers == [(576, tokens) for tokens in expected]
