@@ -224,8 +224,8 @@ def test_a_read_that_the_file_system_does_not_support_goes_the_other_way(
 
 @pytest.mark.skipif(not os.path.exists("/sys/kernel/mm/transparent_hugepage"), reason="a kernel without huge pages")
 def test_copies_read_into_huge_pages() -> None:
-    address = payloads._scratch(STEP)
-    assert not address % payloads.HUGE_BYTES and address == payloads._scratch(1)
+    address = payloads.scratch(STEP)
+    assert not address % payloads.HUGE_BYTES and address == payloads.scratch(1)
     inside, flags = False, ""
     for line in Path("/proc/self/smaps").read_text().splitlines():
         if found := re.match(r"([0-9a-f]+)-([0-9a-f]+) ", line):
