@@ -7,6 +7,7 @@ import time
 from array import array
 from collections import deque
 from collections.abc import Mapping, Sequence
+from itertools import compress
 from typing import Any, NamedTuple
 
 from kvfs.errors import ConfigError
@@ -104,6 +105,34 @@ class TokenCopy:
             time.sleep(LOOK_SECONDS)
 
 
+def _by_rank(ranks: Sequence[int], slots: Sequence[int]) -> dict[int, tuple[Sequence[int], Sequence[int]]]:
+    """By rank: the places of its tokens in the call, and their slots."""
+    different = set(ranks)
+    if len(different) == 1:
+        return {ranks[0]: (range(len(ranks)), slots)}
+    found: dict[int, tuple[Sequence[int], Sequence[int]]] = {}
+    each = bytes(list(ranks))  # less than RANKS_MAX
+    for rank in different:
+        of_it = each.translate(bytes(one == rank for one in range(256)))
+        found[rank] = list(compress(range(len(ranks)), of_it)), list(compress(slots, of_it))
+    return found
+
+
+def _lease(
+    sources: Mapping[int, Source], parts: Mapping[int, tuple[Sequence[int], Sequence[int]]]
+) -> Sequence[_Leased] | None:
+    """A lease on the slots of each rank; None, and none of them, where one cannot be had."""
+    leased = list[_Leased]()
+    for rank, (places, slots) in parts.items():
+        table, mine = sources[rank].table, array("I", slots)
+        lease = table.lease_slots(mine, LEASE_SECONDS)
+        if lease is None:
+            _end(leased)
+            return None
+        leased.append(_Leased(table, lease, places, mine, table.generations(mine)))
+    return leased
+
+
 def _end(leased: Sequence[_Leased]) -> None:
     for one in leased:
         one.table.end_lease(one.lease)
@@ -136,14 +165,14 @@ class TokenCopies:
         for rank, peer in peers.items():
             if not sources[rank].table.token_slots or token_copy.cells_of(peer.shape) != token_copy.cells_of(own):
                 raise ConfigError(f"rank {rank} keeps the cells of a token otherwise: pull pages with load")
-        units = {rank: peer.units for rank, peer in peers.items()}
-        wrong = next((i for i, slot in enumerate(slots) if not 0 <= slot < units[ranks[i]]), None)
-        if wrong is not None:
-            raise ConfigError(f"source slot {slots[wrong]} of rank {ranks[wrong]}: it has {units[ranks[wrong]]}")
+        parts = _by_rank(ranks, slots)
+        for rank, (_, mine) in parts.items():
+            if max(mine) >= peers[rank].units:
+                raise ConfigError(f"source slot {max(mine)} of rank {rank}: it has {peers[rank].units}")
         self.reclaim()
         if len(self._sent) >= WAITING_MAX:
             return None
-        leased = self._lease(sources, ranks, slots)
+        leased = _lease(sources, parts)
         if leased is None:
             self._pools.counters.add("pulls_without_lease")
             return None
@@ -159,23 +188,6 @@ class TokenCopies:
             raise
         self._sent.append(copy)
         return copy
-
-    def _lease(
-        self, sources: Mapping[int, Source], ranks: Sequence[int], slots: Sequence[int]
-    ) -> Sequence[_Leased] | None:
-        """A lease on the slots of each rank; None, and none of them, where one cannot be had."""
-        leased = list[_Leased]()
-        for rank, source in sources.items():
-            places: Sequence[int] = range(len(ranks))
-            if len(sources) > 1:
-                places = [i for i, one in enumerate(ranks) if one == rank]
-            mine = array("I", slots if len(sources) == 1 else [slots[i] for i in places])
-            lease = source.table.lease_slots(mine, LEASE_SECONDS)
-            if lease is None:
-                _end(leased)
-                return None
-            leased.append(_Leased(source.table, lease, places, mine, source.table.generations(mine)))
-        return leased
 
     def _launch(self, work: bytes, tiles: Any, tokens: int, leased: Sequence[_Leased]) -> TokenCopy:
         from kvfs.kernels import token_copy
