@@ -7,12 +7,11 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from kvfs.directory.root import Directory
+from kvfs.index.tables import PARTS_MAX
 from kvfs.native import library
 from kvfs.native.index_walker import HandOverError, IndexWalker, MovedError, PreparedLookup, WalkResult
 from kvfs.system.descriptors import Descriptor
 from kvfs.system.files import Files
-
-PARTS_MAX = 256  # shapes of parts that a namespace's group may have
 
 
 class NativeSession(NamedTuple):

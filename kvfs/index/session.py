@@ -9,13 +9,12 @@ from typing import Any, NamedTuple
 from kvfs.format.segment import KNOWN_CODECS
 from kvfs.index import tables
 from kvfs.index.rows import CLAIM, CLAIM_SECONDS, Extent, Row, parse_row
-from kvfs.index.tables import ACTIVE, DROPPED, Contents, Ledger, SegmentRow
+from kvfs.index.tables import ACTIVE, DROPPED, PARTS_MAX, Contents, Ledger, SegmentRow
 
 PAGE = 4096
 ROW_OVERHEAD = 10  # bytes of an LMDB node: its header and its pointer
 SAMPLE_ROWS = 256
 DIGEST_BYTES = 32
-PARTS_MAX = 256  # part shapes that a lookup considers per group of a namespace
 
 
 class Tables(NamedTuple):

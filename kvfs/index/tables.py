@@ -15,6 +15,7 @@ import lmdb
 
 from kvfs.format.checksums import checksum
 
+PARTS_MAX = 256  # part shapes that a lookup considers per group of a namespace
 _SEGMENT = struct.Struct("<16s16s16sIIIIQQQI")
 _LEDGER = struct.Struct("<QIIQ")
 _NUMBER = struct.Struct(">I")  # big endian: cursor order is creation order

@@ -7,9 +7,8 @@ from functools import lru_cache
 from itertools import pairwise
 from typing import NamedTuple
 
+from kvfs.index.tables import PARTS_MAX
 from kvfs.pages.layout import Part
-
-PARTS_MAX = 256  # parts that a lookup reads: the index keeps no more shapes for a group
 
 
 class Useful(NamedTuple):

@@ -9,6 +9,7 @@ import os
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import lmdb
@@ -158,6 +159,33 @@ def test_a_step_waits_for_the_gate_and_changes_nothing_without_it(path: Path, st
         os.close(fd)
         assert generations(path) == before and (path / "index" / "CURRENT").read_bytes() == content
         assert not index._gate.held
+
+
+def test_a_generation_is_not_installed_while_another_process_reads(path: Path) -> None:
+    with opened(path) as index:
+        index.read(used, 5.0)
+        fd = os.open(path / "gate", os.O_RDWR)
+        fcntl.flock(fd, fcntl.LOCK_SH)
+        with pytest.raises(IndexUnavailableError, match=r"^timeout$"):
+            index.install("0" * 16, 0.05)
+        os.close(fd)
+
+
+@pytest.mark.parametrize(
+    ("paused", "inside", "closed"),
+    [(True, True, True), (True, False, True), (False, False, True), (False, True, False)],
+)
+def test_a_forked_child_closes_what_it_has_inherited_unless_a_thread_was_in_lmdb(
+    paused: bool, inside: bool, closed: bool
+) -> None:
+    closes = list[str]()
+    env = SimpleNamespace(close=lambda: closes.append("environment"))
+    index: Any = SimpleNamespace(
+        _close_native=lambda: closes.append("native"), _env=env, _paused=paused, _in_lmdb=inside,
+        _gate=SimpleNamespace(close=lambda: closes.append("gate")),
+    )  # fmt: skip
+    Index.abandon(index)
+    assert closes == ["native", *(["environment"] if closed else []), "gate"] and index._env is None
 
 
 def test_a_generation_that_is_retired_is_gone(path: Path) -> None:

@@ -5,7 +5,8 @@ from __future__ import annotations
 import contextlib
 import errno
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -13,9 +14,10 @@ import pytest
 import kvfs
 from kvfs.errors import IndexUnavailableError
 from kvfs.eviction.dry_run import make_plan
+from kvfs.eviction.policy import EvictionPlan, Policy, Summary
 from kvfs.index.rows import pack_row, parse_row
 from kvfs.index.session import Session
-from kvfs.maintenance.verify import Verifier
+from kvfs.maintenance.verify import Verifier, _headers
 from kvfs.system.files import Files
 from tests.stores import TINY_BYTES, restored, seeded, segment_files, tiny, tokens_of
 
@@ -158,6 +160,32 @@ def test_a_deleted_index_is_rebuilt_by_opening(path: Path) -> None:
     with kvfs.open(path) as store:
         assert store.wait_ready() and store.verify().ok
         assert restored(store.namespace("alpha", tiny(), "1a"), tokens_of(1, 60)) == seeded(1, 60 * TINY_BYTES)
+
+
+def test_a_plan_of_gc_has_the_budget_of_what_it_relocates(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    budgets = list[int]()
+
+    class Noting(Policy):
+        def choose(self, summaries: Iterable[Summary], now_us: int, budget_bytes: int) -> EvictionPlan | None:
+            budgets.append(budget_bytes)
+            choice = super().choose(summaries, now_us, budget_bytes)
+            return choice and replace(choice, relocate_bytes=1000)
+
+    monkeypatch.setattr("kvfs.eviction.dry_run.Policy", Noting)
+    with kvfs.open(path) as store:
+        core = store._shared
+        evictor = core.services().evictor
+        evictor.budget.tokens = 1500.0
+        plan = make_plan(core.c, evictor, 0)
+        assert len(plan.steps) >= 2 and evictor.budget.tokens == 1500.0
+    assert budgets[: len(plan.steps)] == [1500, 500, *[0] * (len(plan.steps) - 2)]
+
+
+def test_the_headers_of_all_segments_are_found(path: Path) -> None:
+    (path / "segments" / f"{'0' * 32}.kvs").write_bytes(bytes(8192))
+    with kvfs.open(path) as store:
+        known = {row.segment_id for _, row in store.catalog.segment_rows()}
+        assert {header.segment_id for header in _headers(store._shared.c.directory)} == known != set()
 
 
 def test_gc_does_about_what_its_plan_shows(path: Path) -> None:

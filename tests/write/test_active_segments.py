@@ -268,7 +268,7 @@ def test_more_active_segments_than_may_be_are_sealed_the_oldest_first(
     active.tidy()
     assert active.active_numbers() == {3, 4}
     active.tidy()
-    assert active.active_numbers() == {3, 4}
+    assert active.active_numbers() == {3, 4} and active._used_at.keys() == set(classes[2:]), "they are in use"
     with monkeypatch.context() as patch:
         patch.setattr("kvfs.write.active_segments.CLASSES_MAX", 1)
         with active.lock(classes[2]):  # an append to it goes on
