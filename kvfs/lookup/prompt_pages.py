@@ -198,7 +198,8 @@ class PromptPages:
         It holds its segments like every match. Pages that are not stored make its load fail. The engine has the
         earlier pages: pass -1 for their units when it is loaded, or ``first_unit``. ``match.group(g).present`` says
         which pages the index names. Of keys each page is loaded by itself, also behind one that fails.
-        ``known``: the last ``look`` was for them, so the index is asked again only if there was a commit since.
+        ``known``: the last ``look`` was for them, so the index is asked again only if there was a commit since, or
+        if the native library is not there to tell.
         """
         self._check(first, {name: [chunk] for name, chunk in first.items()}, end)
         whole = not self._first and len(self._found) == len(self.stored)  # one lookup of each group, from chunk 0 on

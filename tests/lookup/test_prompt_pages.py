@@ -11,6 +11,7 @@ import pytest
 
 import kvfs
 from kvfs.lookup import matcher, prompt_pages
+from kvfs.native import library
 from kvfs.pages.chunk_set import bits_of
 from kvfs.pages.layout import Cell, Group, Need, PageLayout
 from tests.stores import TINY_BYTES, seeded, tiny, tokens_of
@@ -97,11 +98,28 @@ def test_pages_that_were_just_looked_up_are_selected_without_the_index(
             and ns.get(match, out) == 4
             and bytes(out) == seeded(8, 5 * TINY_BYTES)[: len(out)]
         )
-    assert not looked
+    assert bool(looked) == (library.loaded() is None)  # without it only the index thread can tell that nothing changed
     for first, known in ((0, False), (2, True)):  # of a longer prompt the engine has a part: few segments are wanted
         looked.clear()
         pages.select({group.name: first}, end=5, known=known).close()
         assert looked
+
+
+def test_where_only_the_index_thread_can_tell_pages_are_looked_up_again(
+    ns: kvfs.Namespace, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tokens, group = tokens_of(8, 6), ns.layout.groups[0]
+    ns.put(tokens[: 5 * CHUNK], seeded(8, 5 * TINY_BYTES))
+    pages = ns.prompt(tokens)
+    pages.look(prefix=True)
+    looked: list[int] = []
+    present = matcher.Matcher.present
+    monkeypatch.setattr(matcher.Matcher, "present", lambda *a, **k: (looked.append(1), present(*a, **k))[1])
+    monkeypatch.setattr(ns._c.index, "native_session", lambda: None)
+    with pages.select({group.name: 0}, end=4, known=True) as match:
+        out = bytearray(match.nbytes)
+        assert ns.get(match, out) == 4 and bytes(out) == seeded(8, 5 * TINY_BYTES)[: len(out)]
+    assert len(looked) == 1
 
 
 def test_what_was_purged_since_it_was_looked_up_is_not_selected(store_path: Path) -> None:
