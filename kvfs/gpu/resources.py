@@ -34,7 +34,8 @@ class Manner(NamedTuple):
 
 
 QUICK = Manner(registers=True, poll_seconds=POLL_SECONDS, read_bytes=4 << 20)
-#: Next to requests that generate tokens: these lose a third to two thirds of the time (docs/decisions/0059).
+#: Next to requests that generate tokens: these lose less than half of what they lose next to a quick one
+#: (docs/decisions/0059).
 GENTLE = Manner(registers=False, poll_seconds=500e-6, read_bytes=16 << 20)
 
 

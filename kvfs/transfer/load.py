@@ -145,6 +145,8 @@ class HostLoad:
         transfer.enter(TransferState.LOADING)
         pages = []
         for attached, chunks in request.pages:
+            if not chunks:  # a caller may leave out the units of such a group
+                continue
             gm = request.match.group(attached.group.name).for_part(attached.part, attached.page_bytes)
             leaf, units = attached.group.leaf_bytes(attached.part), request.units[attached.number]
             for first, count in _neighbours(chunks):

@@ -81,16 +81,21 @@ def test_exactly_the_chosen_pages_are_loaded(ns: kvfs.Namespace) -> None:
     assert (store[3:6] == pagewise[2:5]).all() and not store[:3].any() and not store[6:].any()
 
 
-def test_pages_that_were_just_looked_up_are_selected_without_the_index(
-    ns: kvfs.Namespace, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    tokens, group = tokens_of(8, 6), ns.layout.groups[0]
+def looked_up(ns: kvfs.Namespace, monkeypatch: pytest.MonkeyPatch) -> tuple[prompt_pages.PromptPages, list[int], Group]:
+    """Pages of which five are stored, right after their lookup; and one for each lookup from now on."""
+    tokens, looked = tokens_of(8, 6), list[int]()
     ns.put(tokens[: 5 * CHUNK], seeded(8, 5 * TINY_BYTES))
     pages = ns.prompt(tokens)
     pages.look(prefix=True)
-    looked: list[int] = []
     present = matcher.Matcher.present
     monkeypatch.setattr(matcher.Matcher, "present", lambda *a, **k: (looked.append(1), present(*a, **k))[1])
+    return pages, looked, ns.layout.groups[0]
+
+
+def test_pages_that_were_just_looked_up_are_selected_without_the_index(
+    ns: kvfs.Namespace, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pages, looked, group = looked_up(ns, monkeypatch)
     with pages.select({group.name: 0}, end=4, known=True) as match:
         out = bytearray(match.nbytes)
         assert (
@@ -108,13 +113,7 @@ def test_pages_that_were_just_looked_up_are_selected_without_the_index(
 def test_where_only_the_index_thread_can_tell_pages_are_looked_up_again(
     ns: kvfs.Namespace, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    tokens, group = tokens_of(8, 6), ns.layout.groups[0]
-    ns.put(tokens[: 5 * CHUNK], seeded(8, 5 * TINY_BYTES))
-    pages = ns.prompt(tokens)
-    pages.look(prefix=True)
-    looked: list[int] = []
-    present = matcher.Matcher.present
-    monkeypatch.setattr(matcher.Matcher, "present", lambda *a, **k: (looked.append(1), present(*a, **k))[1])
+    pages, looked, group = looked_up(ns, monkeypatch)
     monkeypatch.setattr(ns._c.index, "native_session", lambda: None)
     with pages.select({group.name: 0}, end=4, known=True) as match:
         out = bytearray(match.nbytes)

@@ -14,6 +14,7 @@ import pytest
 pytest.importorskip("triton", reason="ranks need the GPU transport")
 
 import kvfs
+from kvfs.ranks.tokens import TokenCopy
 from kvfs.types import Tier
 from tests.gpu.simulated import Pending
 from tests.ranks.simulated import BLOCK, LAYOUT, SECONDS, Rank, closing, prompt
@@ -118,14 +119,20 @@ def test_the_reader_goes_on_when_the_source_is_killed_in_the_middle_of_a_pull(
             assert reader.group.retract(OTHERS[:2])
 
 
-def test_another_process_keeps_token_slots_while_they_are_read(
-    reader: tuple[Source, Rank], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    source, rank = reader
+def copy_under_way(rank: Rank, monkeypatch: pytest.MonkeyPatch) -> tuple[TokenCopy, Pending]:
+    """A copy of all slots of rank 0, and the event of its end."""
     pending = Pending()
     monkeypatch.setattr(rank.group._lane.dma, "record", lambda *_: pending)
     copy = rank.group.copy_tokens([0] * 12, UNITS, OTHERS)
     assert copy is not None
+    return copy, pending
+
+
+def test_another_process_keeps_token_slots_while_they_are_read(
+    reader: tuple[Source, Rank], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source, rank = reader
+    copy, pending = copy_under_way(rank, monkeypatch)
     assert source.retract(0), "it is not read"
     assert not source.retract(UNITS[3]), "it is read, and is reused all the same"
     pending.happened.set()
@@ -138,10 +145,7 @@ def test_no_token_counts_of_a_source_that_is_killed_while_it_is_read(
     reader: tuple[Source, Rank], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     source, rank = reader
-    pending = Pending()
-    monkeypatch.setattr(rank.group._lane.dma, "record", lambda *_: pending)
-    copy = rank.group.copy_tokens([0] * 12, UNITS, OTHERS)
-    assert copy is not None
+    copy, pending = copy_under_way(rank, monkeypatch)
     source.kill()
     pending.happened.set()
     assert copy.arrived(SECONDS) == bytes(12)

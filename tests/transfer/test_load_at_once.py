@@ -133,6 +133,20 @@ def test_one_damaged_page_keeps_no_other_load(
         settled(io)
 
 
+def test_a_load_of_nothing_keeps_no_other_load(ns: kvfs.Namespace, busy: Callable[[HostIO], Gate]) -> None:
+    source, target = saved(ns, 4), Engine(seed=None)
+    with ns.attach(target.kv, threads=1) as io, ns.match(prompt(4)) as match, ns.match(prompt(2)) as short:
+        gate = busy(io)
+        nothing = io.load(match, {}, deadline=LATE, first_token=match.tokens)
+        transfer = io.load(short, blocks(2, 20), deadline=LATE)
+        io.load_at_once(SECONDS)
+        assert target.tokens(blocks(2, 20)) == source.tokens(blocks(2))
+        gate.open()
+        results = [one.wait(SECONDS) for one in (nothing, transfer)]
+        assert [(r.pages, r.reason) for r in results if r is not None] == [(0, ""), (2, "")]
+        settled(io)
+
+
 def test_many_loads_are_copied_in_several_calls(ns: kvfs.Namespace, monkeypatch: pytest.MonkeyPatch) -> None:
     source, target, calls = saved(ns, 4), Engine(seed=None), list[int]()
     scatter = Fetcher.scatter_at_once
