@@ -249,3 +249,7 @@ def test_a_purge_mark_survives_the_disk_and_is_refused_when_torn() -> None:
     body = struct.pack("<8s16sIII", fmt.PURGE_MAGIC, SEGMENT, 1, 7, 4) + b"\1\2\3"  # says one byte more than it has
     for damaged in (body, b"KVFSPRG2" + body[8:-4] + struct.pack("<I", 3) + body[-3:]):
         assert fmt.parse_purge_mark(damaged + struct.pack("<Q", xxhash.xxh3_64_intdigest(damaged))) is None
+    empty = fmt.pack_purge_mark(fmt.PurgeMark(SEGMENT, 0, 7, b""))
+    for size in range(len(empty) - 8):  # shorter than a mark of nothing, with a good checksum
+        short = empty[:size] + struct.pack("<Q", xxhash.xxh3_64_intdigest(empty[:size]))
+        assert fmt.parse_purge_mark(short) is None
