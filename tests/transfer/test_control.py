@@ -100,6 +100,17 @@ def test_a_forked_child_does_not_wait_for_its_parent() -> None:
     assert run_child(child) == ["this transfer belongs to the parent "] * 4
 
 
+@pytest.mark.parametrize("call", ["layer_ready", "cancel", "withdraw"])
+def test_the_transfer_of_another_process_is_refused(call: str) -> None:
+    made, _ = control()
+    made.done._pid += 1  # as in a forked child
+    with pytest.raises(ConfigError, match="belongs to the parent process: attach again and start a new one here"):
+        getattr(made, call)(0)
+    with pytest.raises(ConfigError, match="belongs to the parent process"):
+        made.done.wait(0.0)
+    assert made.state is TransferState.QUEUED, "it is not stopped"
+
+
 # -- outcomes ----------------------------------------------------------------------------------
 
 
