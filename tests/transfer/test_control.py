@@ -324,3 +324,26 @@ def test_a_chunk_counts_for_the_slowest_tier_of_its_pages() -> None:
     assert tiers.slowest({0: 0b0011})[slow] == 0b0010 and tiers.slowest({})[fast] == 0
     tiers.note(0, 0b0110, fast)
     assert tiers.slowest({0: 0b1111})[slow] == 0
+
+
+def test_one_thread_calls_back_although_others_have_events_too() -> None:
+    begun, go_on, seen = threading.Event(), threading.Event(), list[int]()
+
+    def callback(page: PageDone) -> None:
+        if page.chunk == 0:
+            begun.set()
+            assert go_on.wait(30.0)
+        seen.append(page.chunk)
+
+    made, _ = control({0: 0b111}, on_page=callback)
+    made.settle(0, 0b001, PageOutcome.STORED)
+    first = threading.Thread(target=made._dispatch)
+    first.start()
+    assert begun.wait(30.0)
+    for chunk in (1, 2):
+        made.settle(0, 1 << chunk, PageOutcome.STORED)
+        in_thread(made._dispatch)
+        assert seen == [] and made._dispatching, "the first callback has not returned"
+    go_on.set()
+    first.join(30.0)
+    assert seen == [0, 1, 2] and not made._dispatching
