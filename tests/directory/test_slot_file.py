@@ -88,3 +88,16 @@ def test_a_lock_of_another_process_is_waited_for_briefly(directory: Directory) -
     assert made.read() == {}
     os.close(fd)
     assert made.update(lambda before, room: {"n": 1}) and made.read() == {"n": 1}
+
+
+def test_no_blocks_are_made_while_another_process_keeps_the_lock(directory: Directory) -> None:
+    path = Path(directory.path) / "run" / "thing"
+    path.touch()
+    fd = os.open(path, os.O_RDWR)
+    fcntl.flock(fd, fcntl.LOCK_EX)
+    slots = SlotFile(directory, "thing", 4096)
+    slots.reserve()
+    assert path.stat().st_size == 0
+    os.close(fd)
+    slots.reserve()
+    assert path.stat().st_size == 8192

@@ -336,3 +336,24 @@ def test_a_fork_waits_until_the_index_thread_is_between_requests(path: Path) -> 
         assert done.wait(10.0)
         thread.join(10.0)
         assert not index._paused
+
+
+@pytest.mark.parametrize("name", ["gate", "main"])
+def test_a_damaged_generation_stays_while_another_process_uses_it(path: Path, name: str) -> None:
+    """It is removed under the exclusive gate only."""
+
+    def fail(session: Session) -> None:
+        fd = os.open(path / name, os.O_RDWR)  # another process begins to read meanwhile
+        fcntl.flock(fd, fcntl.LOCK_SH)
+        held.append(fd)
+        raise lmdb.CorruptedError("x")
+
+    held: list[int] = []
+    with opened(path) as index:
+        index.read(used, 5.0)
+        before = generations(path)
+        with pytest.raises(IndexUnavailableError, match="index error"):
+            index.read(fail, 5.0)
+        assert generations(path) == before and (path / "index" / "CURRENT").exists() and not index._gate.held
+        os.close(held[0])
+        assert index.is_missing(5.0) and generations(path) == [], "it is dirty, and nobody else uses it"

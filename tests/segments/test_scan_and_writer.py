@@ -567,3 +567,16 @@ def test_a_segment_is_synced_for_its_owner_if_it_is_there(
     else:
         with pytest.raises(FileNotFoundError):
             sync_segment(directory, STORE)
+
+
+def test_an_entry_says_where_the_next_table_is_and_nothing_else(
+    directory: Directory, writer: SegmentWriter, described: tuple[bytes, bytes]
+) -> None:
+    writer.append([record(n) for n in range(SLOTS + 3)], *described, 99)
+    found = scan(directory)
+    (chain,) = (e for e in found.entries if e.kind == fmt.KIND_CHAIN)
+    assert chain == fmt.Entry(
+        fmt.KIND_CHAIN, 0, 0, SLOTS - 1, 1, 0, 0, 0, bytes(8), found.table, 0, 0, 0, 0, bytes(32), bytes(32), bytes(16),
+        bytes(8),
+    )  # fmt: skip
+    assert found.table == writer.table and len(found.entries) == SLOTS + 5
