@@ -15,10 +15,12 @@ from kvfs.errors import IndexUnavailableError, StoreLockedError
 from kvfs.eviction import reclaimer as reclaimer_module
 from kvfs.eviction.evictor import Evictor
 from kvfs.eviction.reclaimer import Reclaimer, forget_namespaces, index_is_full
+from kvfs.eviction.victims import Victim
 from kvfs.index import ledger
 from kvfs.index.tables import ACTIVE, DROPPED, SEALED, SegmentRow
 from kvfs.system.files import Files
 from kvfs.testing import FakeClock
+from kvfs.write.active_segments import Declined
 from tests.stores import TINY_BYTES, counted, seeded, segment_files, tiny, tokens_of
 
 PAGES = 20  # of a prompt, which is a segment here
@@ -555,3 +557,31 @@ def test_the_background_clears_a_full_index(
     now = clock(store).monotonic()
     evictor.background()
     assert ends == [now + 2.0] and len(rows(store)) == 6
+
+
+@pytest.mark.parametrize(
+    "error", [None, Declined("space"), OSError(errno.EIO, "broken"), IndexUnavailableError("timeout")]
+)
+def test_copies_that_cannot_be_made_are_counted_and_the_segment_is_evicted(
+    store: kvfs.Store, evictor: Evictor, monkeypatch: pytest.MonkeyPatch, error: Exception | None
+) -> None:
+    asked: list[Any] = []
+
+    def copy(*args: Any) -> int:
+        asked.append(args)
+        if error is not None:
+            raise error
+        return 3
+
+    row = rows(store)[2]
+    monkeypatch.setattr(evictor.victims, "choose", lambda *_: Victim(2, row, (1, 2, 3), 3 * 4096))
+    monkeypatch.setattr(evictor.relocator, "copy", copy)
+    before = evictor.budget.tokens
+    with counted(store) as moved:
+        assert evictor._evict_one() in (0, row.allocated)
+        assert (moved("carry_errors"), moved("pages_carried")) == ((0, 3) if error is None else (1, 0))
+        assert moved("segments_evicted") == 1
+    assert 2 not in rows(store) or rows(store)[2].state == DROPPED
+    ((target, number, held, seqs),) = asked
+    assert (number, held.segment_id, tuple(seqs)) == (2, row.segment_id, (1, 2, 3)) and target.evictor
+    assert evictor.budget.tokens == before - 3 * 4096

@@ -357,3 +357,24 @@ def test_a_damaged_generation_stays_while_another_process_uses_it(path: Path, na
         assert generations(path) == before and (path / "index" / "CURRENT").exists() and not index._gate.held
         os.close(held[0])
         assert index.is_missing(5.0) and generations(path) == [], "it is dirty, and nobody else uses it"
+
+
+@pytest.mark.parametrize(
+    "error", [OSError(errno.ENOSPC, "full"), lmdb.DiskError("x"), IndexUnavailableError("timeout")]
+)
+def test_an_index_that_cannot_be_left_clean_is_closed(
+    path: Path, monkeypatch: pytest.MonkeyPatch, error: Exception
+) -> None:
+    def fail(*_: Any, **__: Any) -> None:
+        raise error
+
+    with opened(path) as index:
+        index.read(used, 5.0)
+        users, data = index._users, index._data
+        monkeypatch.setattr(environment, "checksum_of", fail)
+        index.close()
+        assert index._env is None and (users.fd, data.fd) == (-1, -1) and not index._gate.held
+        state = read_state(index._directory)
+        assert state is not None and not state.clean
+    fd = locked(path)
+    os.close(fd)  # the gate is free

@@ -13,6 +13,8 @@ import kvfs
 from kvfs.directory.config import KIB
 from kvfs.lookup.prefix_match import PrefixMatch
 from kvfs.native import library
+from kvfs.read import reader as reader_module
+from kvfs.system.files import Files
 from tests.stores import TINY_BYTES, corrupt, counted, counters, seeded, segment_files, tiny, tokens_of
 
 CHUNKS = 6
@@ -137,3 +139,34 @@ def test_only_keys_of_one_group_are_copied(ns: kvfs.Namespace, target: int) -> N
     assert ns.put(tokens_of(1, CHUNKS), PAGES).stored == CHUNKS
     with ns.match(tokens_of(1, CHUNKS)) as match, pytest.raises(kvfs.ConfigError, match="needs a match of keys"):
         ns.copy(match, target, [(0, KIB, 0)])
+
+
+def test_a_view_of_many_pages_is_filled_in_steps_that_cover_it(
+    ns: kvfs.Namespace, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The kernel maps the pages of a step at once; what it leaves out would be mapped page by page."""
+    assert ns.put(tokens_of(1, CHUNKS), PAGES).stored == CHUNKS
+    filled: list[tuple[int, int]] = []
+    populate = Files.populate
+
+    def noting(self: Files, mapping: object, offset: int, nbytes: int) -> None:
+        filled.append((offset, nbytes))
+        populate(self, mapping, offset, nbytes)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(reader_module, "READ_BYTES", 2 * TINY_BYTES)
+    monkeypatch.setattr(Files, "populate", noting)
+    with ns.match(tokens_of(1, CHUNKS)) as match:
+        assert len(ns.view(match)) == CHUNKS
+    filled.sort()
+    assert filled == [(n * 4096, 4096 + TINY_BYTES) for n in range(0, CHUNKS, 2)]
+
+
+def test_a_reader_of_a_forked_child_has_threads_of_its_own(store: kvfs.Store, ns: kvfs.Namespace) -> None:
+    assert ns.put(tokens_of(1, CHUNKS), PAGES).stored == CHUNKS
+    reader = store._shared.services().reader
+    with reader._team._lock:  # of a thread that only the parent has
+        reader.abandon()
+        assert reader._team._started(1) is not None and reader._team._wanted == 1
+        with ns.match(tokens_of(1, CHUNKS)) as match:
+            out = bytearray(match.nbytes)
+            assert ns.get(match, out) == CHUNKS and out == PAGES

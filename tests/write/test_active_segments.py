@@ -460,3 +460,18 @@ def test_a_close_waits_for_appends_in_sum(
     assert asked == [5.0, 2.0, 0.0] and active.active_numbers() == {1, 3}
     owners = [row.owner == active._c.owner for row in rows(store)]
     assert owners == [True, False, True]
+
+
+def test_a_forked_child_owns_no_segment_and_waits_for_no_lock(store: kvfs.Store, active: ActiveSegments) -> None:
+    put(store, 1, 2)
+    active.note_dirty(ANY)
+    active._pending_steps.append((9, "generation", ledger.mark_dropped))
+    writer, lock = active._writers[ANY].writer, active.lock(ANY)
+    with lock:  # of a thread that only the parent has
+        active.abandon()
+        assert writer._file.fd < 0 and active.active_numbers() == set()
+        assert not active.lock(ANY).locked()
+        active._take_pending_steps()
+        active.sync_dirty()
+        assert active.close()
+    assert rows(store)[0].state == ACTIVE, "the parent's"
