@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -11,6 +12,7 @@ import pytest
 import kvfs
 from kvfs.errors import ConfigError
 from kvfs.index.session import Session
+from kvfs.index.tables import DROPPED
 from kvfs.maintenance.verify import Verification, Verifier
 from tests.stores import TINY_BYTES, scanned, seeded, segment_files, tiny, tokens_of
 
@@ -229,3 +231,51 @@ def test_each_file_that_cannot_be_moved_aside_is_named(path: Path, monkeypatch: 
             line for line in report.problems if line.endswith("stays, quarantine/ is full; remove its files by hand")
         ]
         assert len(full) == 3 and report.repaired == 0
+
+
+@pytest.mark.parametrize(
+    ("records", "error", "bad"),
+    [(5, 0, True), (0, 0, False), (0, errno.EACCES, True), (0, errno.EPERM, True), (0, errno.EIO, True),
+     (0, errno.ENOENT, False), (0, errno.EMFILE, False), (5, errno.ENOENT, True)],
+)  # fmt: skip
+def test_a_segment_that_cannot_be_opened_is_bad_if_it_holds_pages_or_is_refused(
+    path: Path, monkeypatch: pytest.MonkeyPatch, records: int, error: int, bad: bool
+) -> None:
+    """One without records may be a file that another process is about to remove."""
+    with kvfs.open(path) as store:
+        core = store._shared
+        core.background.stop()
+        number, row = core.c.index.read(lambda s: s.segments(), 5.0)[0]
+        core.c.index.write(lambda s: s.set_segment(number, row, row._replace(records=records)), 5.0)
+        files = core.c.files
+        name, opens = f"{row.segment_id.hex()}.kvs", files.open
+
+        def fail(wanted: str, flags: int, *args: Any, **how: Any) -> int:
+            if error and wanted == name:
+                raise OSError(error, "refused")
+            return opens(wanted, flags, *args, **how)
+
+        acquire = core.c.segments.acquire
+        monkeypatch.setattr(core.c.segments, "acquire", lambda n, *how: None if n == number else acquire(n, *how))
+        monkeypatch.setattr(files, "open", fail, raising=False)
+        report = Verifier(core.c, 0.0, 0).run()
+    assert (report.segments, report.bad_segments) == (2, int(bad))
+    assert report.problems == [f"segment {row.segment_id.hex()}: cannot be opened"] * bad
+
+
+def test_a_segment_that_was_dropped_meanwhile_is_not_bad(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with kvfs.open(path) as store:
+        core = store._shared
+        core.background.stop()
+        rows = dict(core.c.index.read(lambda s: s.segments(), 5.0))
+        for change in ("dropped", "gone", "another"):
+            verifier = Verifier(core.c, 0.0, 0)
+            now = {
+                "dropped": rows[1]._replace(state=DROPPED),
+                "gone": None,
+                "another": rows[1]._replace(segment_id=b"x" * 16),
+            }[change]
+            monkeypatch.setattr(Session, "segment", lambda self, number, now=now: now)
+            assert not verifier._still_there(1, rows[1])
+        monkeypatch.undo()
+        assert Verifier(core.c, 0.0, 0)._still_there(1, rows[1])
