@@ -170,3 +170,14 @@ def test_a_reader_of_a_forked_child_has_threads_of_its_own(store: kvfs.Store, ns
         with ns.match(tokens_of(1, CHUNKS)) as match:
             out = bytearray(match.nbytes)
             assert ns.get(match, out) == CHUNKS and out == PAGES
+
+
+def test_a_copy_counts_what_the_page_cache_lacked(
+    store: kvfs.Store, ns: kvfs.Namespace, target: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert ns.put_keys(KEYS, PAGES).stored == CHUNKS
+    fetcher = store._shared.services().reader._fetcher
+    monkeypatch.setattr(fetcher, "copy", lambda *_: 0b100110)
+    with ns.match_keys(KEYS) as match, counted(store) as moved:
+        assert ns.copy(match, target, [(0, len(PAGES), 0)])
+        assert (moved("tokens_loaded_disk"), moved("tokens_loaded_host")) == (3 * 16, 3 * 16)

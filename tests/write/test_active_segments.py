@@ -475,3 +475,21 @@ def test_a_forked_child_owns_no_segment_and_waits_for_no_lock(store: kvfs.Store,
         active.sync_dirty()
         assert active.close()
     assert rows(store)[0].state == ACTIVE, "the parent's"
+
+
+@pytest.mark.parametrize("how", ["sealed", "closed", "trimmed"])
+def test_nothing_is_kept_of_a_class_without_a_segment(store: kvfs.Store, active: ActiveSegments, how: str) -> None:
+    put(store, 1, 2)
+    active.note_dirty(ANY)
+    assert ANY in active._used_at
+    if how == "sealed":
+        active.finish(ANY)
+    elif how == "closed":
+        active.close_for_appends(ANY)
+    else:
+        active.close()
+    assert ANY not in active._writers and active.active_numbers() == set()
+    assert ANY not in active._used_at or how == "trimmed"
+    assert ANY not in active._dirty or how == "trimmed"
+    active.close_for_appends(ANY)  # of a class that has none
+    active.finish(ANY)
