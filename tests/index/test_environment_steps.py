@@ -378,3 +378,25 @@ def test_an_index_that_cannot_be_left_clean_is_closed(
         assert state is not None and not state.clean
     fd = locked(path)
     os.close(fd)  # the gate is free
+
+
+@pytest.mark.parametrize("name", ["0" * 16, "f" * 16])
+def test_a_generation_that_this_process_could_not_open_is_removed_when_another_replaces_it(
+    path: Path, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    (old,) = generations(path)
+    folder = path / "index" / name
+    folder.mkdir()
+    (folder / "users").write_bytes(b"")
+    (folder / "data.mdb").write_bytes((path / "index" / old / "data.mdb").read_bytes())
+    opens, errors = environment.open_environment, [OSError(errno.EMFILE, "too many")]
+
+    def sometimes(*args: Any, **how: Any) -> Any:
+        if errors:
+            raise errors.pop()
+        return opens(*args, **how)
+
+    monkeypatch.setattr(environment, "open_environment", sometimes)
+    with opened(path) as index:
+        index.install(name, 5.0)
+        assert generations(path) == [name] and index.generation == name and index.read(used, 5.0) > 0
