@@ -81,7 +81,10 @@ def locked(path: Path, name: str = "gate") -> int:
         (IndexUnavailableError("other"), "^other$", 0),
     ],
 )
-def test_what_an_error_in_a_transaction_says(path: Path, raised: Exception, message: str, errors: int) -> None:
+@pytest.mark.parametrize("call", ["read", "write"])
+def test_what_an_error_in_a_transaction_says(
+    path: Path, raised: Exception, message: str, errors: int, call: str
+) -> None:
     def fail(session: Session) -> None:
         raise raised
 
@@ -89,7 +92,7 @@ def test_what_an_error_in_a_transaction_says(path: Path, raised: Exception, mess
         assert index.read(used, 5.0) > 0
         before, name = index.errors, index.generation
         with pytest.raises(IndexUnavailableError, match=message):
-            index.write(fail, 5.0)
+            getattr(index, call)(fail, 5.0)
         assert index.errors == before + errors and index.timeouts == 0
         retired = isinstance(raised, lmdb.CorruptedError)
         assert (generations(path) == []) is retired and (path / "index" / "CURRENT").exists() is not retired

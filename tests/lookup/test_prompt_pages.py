@@ -108,6 +108,9 @@ def test_pages_that_were_just_looked_up_are_selected_without_the_index(
         looked.clear()
         pages.select({group.name: first}, end=5, known=known).close()
         assert looked
+    looked.clear()
+    pages.select({group.name: 0}, end=4).close()
+    assert looked, "unless it is said that they are known"
 
 
 def test_where_only_the_index_thread_can_tell_pages_are_looked_up_again(

@@ -8,7 +8,7 @@ import pickle
 import random
 import signal
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -692,3 +692,27 @@ def test_only_a_segment_that_the_disk_cannot_read_is_purged_as_a_whole(
                 with pytest.raises((OSError, StoreAccessError)):
                     store.purge("m")
         assert (found(space(store), 1), found(space(store, "n"), 2)) == ((0, 0) if dropped else (CHUNKS, CHUNKS))
+
+
+def test_a_segment_is_free_of_what_none_of_its_names_can_mean(store: kvfs.Store, path: Path) -> None:
+    """Found out without reading its records; where that is unknown it is looked at."""
+    store._shared.background.stop()
+    ns, purger = space(store), store._shared.services().purger
+    put(ns, 1)
+    seal(store)
+    (file,) = segment_files(path)
+    segment_id = bytes.fromhex(file.stem)
+    row = next(row for _, row in store._shared.c.index.read(lambda s: s.segments(), 5.0))
+
+    def free(digest: bytes | None, chunks: Iterable[bytes] | None = None, row: SegmentRow | None = row) -> bool:
+        selection = select(digest=digest, name=None if digest else "m", salt=None, chunks=chunks)
+        return purger._is_free_of(selection, segment_id, row)
+
+    there, other = ns.chunk_hashes(tokens_of(1, CHUNKS))[5], ns.chunk_hashes(tokens_of(2, 1))[0]
+    digest, unknown = ns.identity.digest, bytes(32)
+    assert [free(digest), free(unknown), free(None)] == [False, True, False]
+    assert [free(digest, [there]), free(digest, [other]), free(digest, [other, there])] == [False, True, False]
+    assert [free(unknown, [there]), free(unknown, [other])] == [False, True]
+    assert free(unknown, row=None) and not free(unknown, row=row._replace(records=row.records + 1))
+    file.unlink()
+    assert not free(unknown) and not free(unknown, row=None)

@@ -31,6 +31,8 @@ def stretch(**changes: Any) -> Stretch:
         (3, 4096, 5000, [(100, 2 * 4096 + 5000)]),
         (3, 12288, 5000, [(100, 5000), (12388, 5000), (24676, 5000)]),
         (1, 12288, 5000, [(100, 5000)]),
+        (2, 12288, 5000, [(100, 5000), (12388, 5000)]),
+        (2, 8192, 4096, [(100, 4096), (8292, 4096)]),
     ],
 )
 def test_neighbouring_pages_are_one_range(pages: int, stride: int, stored: int, found: list[tuple[int, int]]) -> None:

@@ -493,3 +493,17 @@ def test_nothing_is_kept_of_a_class_without_a_segment(store: kvfs.Store, active:
     assert ANY not in active._dirty or how == "trimmed"
     active.close_for_appends(ANY)  # of a class that has none
     active.finish(ANY)
+
+
+def test_a_trimmed_segment_is_synced_once_at_level_batch(memory_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with kvfs.open(memory_path / "store", capacity="16MiB", sync="batch") as store:
+        store._shared.background.stop()
+        active, synced = store._shared.services().active, list[int]()
+        monkeypatch.setattr(active, "sync", lambda writer: synced.append(writer.number))
+        put(store, 1, 2)
+        assert ANY in active._dirty
+        for _ in range(2):
+            active._used_at[ANY] = active._c.files.monotonic() - 11.0
+            active.tidy()
+            active.sync_dirty()
+        assert synced == [1] and ANY not in active._dirty
