@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
+import dataclasses
 import errno
+import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -10,10 +13,13 @@ from typing import Any
 import pytest
 
 import kvfs
+from kvfs.directory.root import Directory
 from kvfs.errors import ConfigError
+from kvfs.format import segment as fmt
 from kvfs.index.session import Session
 from kvfs.index.tables import DROPPED
-from kvfs.maintenance.verify import Verification, Verifier
+from kvfs.maintenance.verify import Verification, Verifier, _digest, restore_super
+from kvfs.system.files import Files
 from tests.stores import TINY_BYTES, scanned, seeded, segment_files, tiny, tokens_of
 
 PAGES = 120  # two prompts of sixty, in segments of at most 57 pages
@@ -279,3 +285,49 @@ def test_a_segment_that_was_dropped_meanwhile_is_not_bad(path: Path, monkeypatch
             assert not verifier._still_there(1, rows[1])
         monkeypatch.undo()
         assert Verifier(core.c, 0.0, 0)._still_there(1, rows[1])
+
+
+def with_header(path: Path, name: str, **changes: Any) -> None:
+    """A segment file that is only a header."""
+    header = fmt.Header(bytes.fromhex(name), b"s" * 16, 50, 0, bytes(16))
+    (path / "segments" / f"{name}.kvs").write_bytes(fmt.pack_header(header._replace(**changes)))
+
+
+@pytest.mark.parametrize(
+    ("ids", "store_id", "created"),
+    [
+        ([(b"a" * 16, 70), (b"b" * 16, 40), (b"a" * 16, 60)], b"a" * 16, 60),
+        ([(b"a" * 16, 70)], b"a" * 16, 70),
+        ([], None, None),
+    ],
+)
+def test_a_lost_super_file_names_the_store_of_most_segments_and_its_first_time(
+    tmp_path: Path, ids: list[tuple[bytes, int]], store_id: bytes | None, created: int | None
+) -> None:
+    kvfs.open(tmp_path / "store", capacity="16MiB").close()
+    path = tmp_path / "store"
+    assert not restore_super(str(path), Files()), "it is not lost"
+    (path / "super").unlink()
+    for n, (one, created_us) in enumerate(ids):
+        with_header(path, f"{n:032x}", store_id=one, created_us=created_us)
+    if store_id is None:
+        (path / "pins" / "0123456789abcdef").touch()  # else nothing shows that there was a store
+    else:
+        with_header(path, "a" * 32, segment_id=b"x" * 16, store_id=b"c" * 16)  # under the name of another
+        (path / "segments" / ("b" * 32 + ".kvs")).write_bytes(b"damaged")
+        (path / "segments" / "notes").write_bytes(b"x")
+    assert restore_super(str(path), Files())
+    with contextlib.closing(Directory(str(path), Files(), read_only=True)) as directory:
+        found = directory.store_id()
+    body = json.loads((path / "super").read_bytes())
+    assert (store_id is None and len(found) == 16) or (found, body["created_us"]) == (store_id, created)
+    assert not restore_super(str(path), Files())
+
+
+@pytest.mark.parametrize(("ns_seq", "named"), [(0, True), (1, False), (2, False), (99, False)])
+def test_a_page_belongs_to_the_namespace_that_its_entry_names(path: Path, ns_seq: int, named: bool) -> None:
+    scan = scanned(segment_files(path)[0])
+    entries = scan.entries[:2]
+    assert [e.kind for e in entries] == [fmt.KIND_NAMESPACE, fmt.KIND_PART]
+    entry = entries[1]._replace(ns_seq=ns_seq)
+    assert _digest(dataclasses.replace(scan, entries=entries), entry) == (entries[0].chunk_hash if named else b"")
