@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 import kvfs
+from kvfs import Cell, Group, Need, PageLayout
 from kvfs.directory.config import KIB
 from kvfs.lookup.prefix_match import PrefixMatch
 from kvfs.native import library
@@ -181,3 +182,27 @@ def test_a_copy_counts_what_the_page_cache_lacked(
     with ns.match_keys(KEYS) as match, counted(store) as moved:
         assert ns.copy(match, target, [(0, len(PAGES), 0)])
         assert (moved("tokens_loaded_disk"), moved("tokens_loaded_host")) == (3 * 16, 3 * 16)
+
+
+def test_the_pages_of_a_windows_view_are_those_that_are_noted(store: kvfs.Store) -> None:
+    layout = PageLayout.of([Group("window", (0, 1), 1, Cell("bf16", 16), Need.window_of(32), 16)], 16)
+    ns, size = store.namespace("windows", layout, "1"), layout.page_bytes
+    tokens, pages = tokens_of(3, CHUNKS), seeded(3, CHUNKS * layout.page_bytes)
+    for first, end in ((0, 3), (3, 5), (5, CHUNKS)):  # three stretches of records
+        assert (
+            ns.put(tokens[: 16 * end], {"window": pages[first * size : end * size]}, start=first).stored == end - first
+        )
+        assert ns.put(tokens_of(9 + end, 1), {"window": pages[:size]}).stored == 1
+    with ns.match(tokens[: 16 * 5]) as match:
+        (gm,) = match.groups
+        assert (gm.first, gm.count) == (3, 2)
+        assert [bytes(view) for view in ns.view(match)] == [pages[n * size : (n + 1) * size] for n in (3, 4)]
+        ((_, segment_id),) = match.segments.items()
+        stamps = list(store._shared.c.access_times.raw(segment_id))
+    with ns.match(tokens) as later:
+        places = later.groups[0].sources()
+    with ns.match(tokens[: 16 * 3]) as earlier:
+        before = earlier.groups[0].sources()
+    used = {seq for seq, stamp in enumerate(stamps) if stamp == match.at_us}
+    assert {places[4][0].place.seq} <= used and len(used) == 2
+    assert not used & {places[5][0].place.seq, *(source[0].place.seq for source in before.values())}
