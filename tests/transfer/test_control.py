@@ -349,24 +349,32 @@ def test_one_thread_calls_back_although_others_have_events_too() -> None:
     assert seen == [0, 1, 2] and not made._dispatching
 
 
-def test_an_end_that_was_broken_off_is_done_by_another_thread(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_end_that_was_broken_off_is_done_by_another_thread() -> None:
     made, told = control()
     lease: Any = Lease()
     assert made.own(lease)
     made.settle(0, 0b0011, PageOutcome.STORED)
     made._moving = made._touching = 1  # an interrupt has struck in the end of a step
-    waits = threading.Thread(target=made.cancel, args=(30.0,))
-    waits.start()
-    while not made.stopped:
-        time.sleep(0.001)
-    made._stopped = False
     made.end_again()
-    waits.join(30.0)
-    assert not waits.is_alive(), "a cancel that waits for the bytes goes on"
     assert made.done.is_set() and made.stopped and told == ["end"] and lease.released == 1
     assert made.result is not None and (made.result.pages, made.result.declined) == (2, 4)
+    state = made.state
+    made.enter(TransferState.COPYING)
     with made.step() as allowed:
         assert not allowed
     made.end()
     made.end_again()
-    assert told == ["end"] and lease.released == 1, "once"
+    assert told == ["end"] and lease.released == 1 and made.state is state, "once"
+
+
+def test_a_cancel_that_waits_for_bytes_goes_on_when_a_broken_end_is_done_again() -> None:
+    made, _ = control()
+    made._moving = made._touching = 1
+    waits = threading.Thread(target=made.cancel, args=(5.0,))
+    waits.start()
+    while not made.stopped:
+        time.sleep(0.001)
+    began = time.monotonic()
+    made.end_again()
+    waits.join(5.0)
+    assert not waits.is_alive() and time.monotonic() - began < 4.0
