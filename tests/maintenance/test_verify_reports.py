@@ -331,3 +331,27 @@ def test_a_page_belongs_to_the_namespace_that_its_entry_names(path: Path, ns_seq
     assert [e.kind for e in entries] == [fmt.KIND_NAMESPACE, fmt.KIND_PART]
     entry = entries[1]._replace(ns_seq=ns_seq)
     assert _digest(dataclasses.replace(scan, entries=entries), entry) == (entries[0].chunk_hash if named else b"")
+
+
+@pytest.mark.parametrize(("error", "counts"), [(errno.EIO, True), (errno.EACCES, True), (errno.ENOMEM, False)])
+def test_a_page_that_cannot_be_read_is_bad_unless_memory_is_short(
+    path: Path, monkeypatch: pytest.MonkeyPatch, error: int, counts: bool
+) -> None:
+    with kvfs.open(path) as store:
+        core = store._shared
+        core.background.stop()
+        calls: list[int] = []
+
+        def fail(held: object, nbytes: int, offset: int) -> bytes:
+            calls.append(offset)
+            raise OSError(error, "broken")
+
+        monkeypatch.setattr(core.c.segments, "read_bytes", fail)
+        if counts:
+            report = store.verify()
+            assert report.bad_pages == PAGES == len(calls)
+            assert all(line.endswith(": cannot be read (broken)") for line in report.problems)
+        else:
+            with pytest.raises(kvfs.KvfsError, match="too little memory to check a page; verify when more is free"):
+                store.verify(repair=True)
+            assert len(calls) == 1

@@ -507,3 +507,16 @@ def test_a_trimmed_segment_is_synced_once_at_level_batch(memory_path: Path, monk
             active.tidy()
             active.sync_dirty()
         assert synced == [1] and ANY not in active._dirty
+
+
+def test_a_row_that_may_be_used_keeps_no_other_from_being_released(store: kvfs.Store, active: ActiveSegments) -> None:
+    for one in (ANY, CHAT):
+        active.writer(one, 28 * KIB, 28 * KIB, lambda writer: 0, RoomWait(0.0))
+    lost = [active._writers.pop(one).writer for one in (ANY, CHAT)]
+    free = active.class_locks.is_free_within
+    active.class_locks.is_free_within = lambda key, *how: key.class_id == CHAT.class_id and free(key, *how)  # type: ignore[assignment,method-assign,attr-defined]
+    active.tidy()
+    assert [row.state for row in rows(store)] == [ACTIVE, DROPPED]
+    del active.class_locks.is_free_within
+    for writer in lost:
+        writer.close()
