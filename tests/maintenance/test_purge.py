@@ -716,3 +716,24 @@ def test_a_segment_is_free_of_what_none_of_its_names_can_mean(store: kvfs.Store,
     assert free(unknown, row=None) and not free(unknown, row=row._replace(records=row.records + 1))
     file.unlink()
     assert not free(unknown) and not free(unknown, row=None)
+
+
+def test_what_a_purged_segment_still_holds_is_found_out_once(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its mark stays as long as the segment: each look would read its tables again."""
+    with kvfs.open(path, capacity="32MiB") as store:
+        store._shared.background.stop()
+        put(space(store), 1)
+        put(space(store, "n"), 2)
+        seal(store)
+        assert store.purge("m").pages == CHUNKS
+    with kvfs.open(path) as store:
+        store._shared.background.stop()
+        scans = _counting(monkeypatch, purge_module, "scan_segment")
+        purger = store._shared.services().purger
+        purger.resume()
+        assert len(scans) == 1, "another process has purged it"
+        purger.resume()
+        assert len(scans) == 1
+        assert found(space(store, "n"), 2) == CHUNKS and found(space(store), 1) == 0
+        store.purge("n")
+        assert not segment_files(path) and not store._shared.c.marks.ids()
