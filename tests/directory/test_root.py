@@ -379,3 +379,14 @@ def test_the_lock_of_evictions_is_made_where_it_is_missing(path: Path) -> None:
             root.check_layout(opened)
         assert (path / "run" / "gc").exists() is not read_only
     assert (path / "run" / "gc").stat().st_mode & 0o777 == 0o600
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_a_store_that_is_made_or_not_leaves_no_descriptor(tmp_path: Path, fails: bool) -> None:
+    before = len(os.listdir("/proc/self/fd"))
+    files = FaultyFiles(*[Fault(1, "rename")] * fails)
+    with contextlib.suppress(StoreAccessError):
+        root.create(str(tmp_path / "store"), b"capacity = 16777216\n", files)
+    assert files.fired == fails and root.is_store(str(tmp_path / "store")) is not fails
+    root.create(str(tmp_path / "store"), b"capacity = 16777216\n", Files())
+    assert len(os.listdir("/proc/self/fd")) == before
