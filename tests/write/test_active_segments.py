@@ -520,3 +520,20 @@ def test_a_row_that_may_be_used_keeps_no_other_from_being_released(store: kvfs.S
     del active.class_locks.is_free_within
     for writer in lost:
         writer.close()
+
+
+@pytest.mark.parametrize("generation", ["0", "g"])
+def test_a_segment_of_another_index_takes_no_more_appends(
+    store: kvfs.Store, active: ActiveSegments, generation: str
+) -> None:
+    """The names of generations have no order."""
+    put(store, 1, 2)
+    made = active._writers[ANY]
+    active._writers[ANY] = made._replace(generation=generation)
+    active._used_at[ANY] -= 11.0
+    active.tidy()
+    assert active.active_numbers() == set() and made.writer._file.fd < 0
+    put(store, 2, 2)
+    made = active._writers[ANY]
+    active._writers[ANY] = made._replace(generation=generation)
+    assert put(store, 3, 2).stored == 2 and active._writers[ANY].writer is not made.writer
