@@ -590,3 +590,11 @@ def test_a_file_without_a_name_is_not_needed_to_try_a_disk(
         file.close()
     finally:
         os.close(fd)
+
+
+def test_what_the_modes_mean() -> None:
+    assert io_mode.CACHE == ("cache", False, True, True) and io_mode.MEMORY == ("memory", False, False, True)
+    assert io_mode.STAGING == ("staging", True, False, False)
+    assert [mode.segment_flags for mode in (io_mode.CACHE, io_mode.STAGING)] == [0, fmt.FLAG_DIRECT]
+    for name in ("cache", "staging", "memory"):
+        assert io_mode.of(make_settings("16MiB", mode=name)).name == name

@@ -195,6 +195,7 @@ def test_a_generation_that_is_retired_is_gone(path: Path) -> None:
     with opened(path) as index:
         index.read(used, 5.0)
         index.retire()
+        assert index._env is None and index._data.fd < 0, "it is closed before it is removed"
         assert generations(path) == [] and not (path / "index" / "CURRENT").exists() and index.is_missing(5.0)
         index.retire()
 

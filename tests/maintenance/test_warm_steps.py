@@ -309,3 +309,7 @@ def test_a_match_names_the_pages_of_the_segments_that_it_knows(monkeypatch: pyte
     match: Any = SimpleNamespace(groups=[group], segments={1: ONE, 2: TWO})
     found = Shown(monkeypatch).warmer().of_match(match)
     assert found == [Range(1, ONE, 3 * 4096, 70), Range(2, TWO, 4 * 4096, 70)]
+
+
+def test_nothing_was_read_before_it_is_said() -> None:
+    assert Warmed() == Warmed(0, 0, 0, 0, 0.0)

@@ -482,6 +482,7 @@ def test_nothing_is_kept_of_a_class_without_a_segment(store: kvfs.Store, active:
     put(store, 1, 2)
     active.note_dirty(ANY)
     assert ANY in active._used_at
+    writer = active._writers[ANY].writer
     if how == "sealed":
         active.finish(ANY)
     elif how == "closed":
@@ -489,6 +490,7 @@ def test_nothing_is_kept_of_a_class_without_a_segment(store: kvfs.Store, active:
     else:
         active.close()
     assert ANY not in active._writers and active.active_numbers() == set()
+    assert writer._file.fd < 0
     assert ANY not in active._used_at or how == "trimmed"
     assert ANY not in active._dirty or how == "trimmed"
     active.close_for_appends(ANY)  # of a class that has none

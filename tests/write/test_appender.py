@@ -241,3 +241,26 @@ def test_where_a_whole_step_of_a_segment_has_no_room_the_append_alone_may(
     (row,) = (row for _, row in store._shared.c.index.read(lambda s: s.segments(), 5.0))
     size = store._shared.services().active._writers[SegmentClass()].writer.allocated
     assert alone == size < step and alone % 4096 == 0 and row.allocated >= alone
+
+
+def test_a_segment_that_was_dropped_meanwhile_takes_no_more(
+    store: kvfs.Store, appender: Appender, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    put(store, 1, 2)
+    active = appender._active
+    before = active._writers[SegmentClass()].writer
+
+    def stale(*_: Any) -> None:
+        raise ledger.StaleWriterError
+
+    with monkeypatch.context() as patch:
+        patch.setattr(appender, "_claim", stale)
+        result = put(store, 2, 3)
+    assert (result.stored, result.declined, result.reason) == (0, 3, "index")
+    assert SegmentClass() not in active._writers and before._file.fd < 0
+    assert put(store, 2, 3).stored == 3
+
+
+def test_the_smallest_segment_is_one_of_a_page_unless_more_are_named() -> None:
+    job = job_of(3)
+    assert job.need_fresh() == job.need_fresh(1) < job.need_fresh(2) < job.need_fresh(5)
