@@ -31,7 +31,7 @@ def directory(memory_path: Path) -> Iterator[Directory]:
 
 
 class Ear:
-    """Notes what it hears; ``next`` waits for one more."""
+    """Notes what it hears; ``until`` waits for it."""
 
     def __init__(self) -> None:
         self.heard: list[Heard] = []

@@ -25,7 +25,7 @@ from kvfs.index.row_updates import (
     save,
     sweep,
 )
-from kvfs.index.rows import CLAIM, CLAIM_SECONDS, Place, claim
+from kvfs.index.rows import CLAIM_SECONDS, Place, claim
 from kvfs.index.session import Session
 from kvfs.index.tables import DROPPED, Contents
 
@@ -277,4 +277,3 @@ def test_a_row_is_written_without_dropped_segments_and_removed_if_nothing_is_lef
     assert load(session, key(A)) == {1: place(B, 1)}
     save(session, key(A), {0: place(A, segment=3)}, LEAVES)
     assert session.txn.get(key(A), db=session.db.pages) is None
-    assert claim(A, 1, 5).flags == CLAIM

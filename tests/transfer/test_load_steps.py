@@ -15,7 +15,7 @@ from kvfs.transfer import load as load_module
 from kvfs.transfer.load import AT_ONCE_BYTES, HostLoad, LoadRequest, _neighbours, finish_lookup
 from kvfs.transfer.outcome import TierAccounting
 from kvfs.transfer.staging import SlotState
-from kvfs.types import PageOutcome, Tier, TransferState
+from kvfs.types import PageOutcome, Tier
 
 WANT = Part(0, 1, 0, 1)
 SIZE = 10  # bytes of a page
@@ -234,4 +234,3 @@ def test_what_was_copied_at_once_came_from_the_page_cache(monkeypatch: pytest.Mo
     load.settle_at_once()
     assert stage.settled == [(0b101, PageOutcome.LOADED), (0, PageOutcome.LOADED)] and stage.notes == [(0,), (1,)]
     assert stage.tiers.slowest({0: 0b111})[Tier.HOST] == 0b101
-    assert TransferState.LOADING not in stage.notes
