@@ -243,9 +243,8 @@ def _assign(document: Any, section: Sequence[str], name: str, value: int | str |
     import tomlkit
 
     table, inline = document, False
-    for depth, step in enumerate(section, 1):
-        last = depth == len(section)
-        table = table.setdefault(step, tomlkit.inline_table() if inline else tomlkit.table(is_super_table=not last))
+    for step in section:
+        table = table.setdefault(step, tomlkit.inline_table() if inline else tomlkit.table())
         inline = isinstance(table, tomlkit.items.InlineTable)
     table[name] = value
 

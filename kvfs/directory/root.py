@@ -402,21 +402,13 @@ def check_filesystem(path: str) -> None:
 def filesystem_of(path: str) -> str | None:
     """Type of the file system that holds ``path``, from /proc/self/mountinfo; None if unknown."""
     try:
-        device = os.stat(path).st_dev
+        real, around = os.path.realpath(path, strict=True), dict[str, str]()
         with open("/proc/self/mountinfo", encoding="utf-8") as lines:
-            found = None
-            real = os.path.realpath(path)
-            best = -1
             for line in lines:
                 fields = line.split()
                 mount = fields[4].encode().decode("unicode_escape")
-                kind = fields[fields.index("-") + 1]
-                inside = real == mount or real.startswith(mount.rstrip("/") + "/")
-                if inside and len(mount) >= best:
-                    best, found = len(mount), kind
-                    same = fields[2] == f"{os.major(device)}:{os.minor(device)}"
-                    if same:
-                        found = kind
-            return found
-    except (OSError, ValueError, IndexError):
+                if real == mount or real.startswith(mount.rstrip("/") + "/"):
+                    around[mount] = fields[fields.index("-") + 1]  # a later one on the same directory hides it
+        return around[max(around, key=len)]
+    except (OSError, ValueError, LookupError):
         return None

@@ -197,7 +197,7 @@ class _Sums:
 
 
 def _ranges(s: Stretch) -> Iterator[Range]:
-    if s.pages == 1 or s.stride <= fmt.align(s.stored_bytes):
+    if s.stride <= fmt.align(s.stored_bytes):
         yield Range(s.segment, s.segment_id, s.offset, (s.pages - 1) * s.stride + s.stored_bytes)
         return
     for i in range(s.pages):

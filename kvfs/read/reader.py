@@ -59,7 +59,7 @@ class Reader:
                 good[gm.name], missed = self._load_group(match, gm, groups[gm.number], out, held)
                 cold |= missed
                 read |= span(gm.first, gm.count)
-            usable = span(0, match.restorable(good)) if match.groups else 0
+            usable = span(0, match.restorable(good))
             if match.keyed:  # each page is of use by itself
                 usable = reduce(and_, good.values())
             tiers = {Tier.DEVICE: usable & ~read, Tier.HOST: usable & read & ~cold, Tier.DISK: usable & cold}

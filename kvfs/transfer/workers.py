@@ -57,7 +57,7 @@ class Writes:
 
     def __init__(self, monotonic: Callable[[], float]) -> None:
         self._monotonic, self._lock = monotonic, threading.Lock()
-        self._running, self._nbytes, self._since = 0, 0, 0.0
+        self._running, self._nbytes, self._since = 0, 0, monotonic()
 
     @contextlib.contextmanager
     def one(self, nbytes: int) -> Iterator[None]:

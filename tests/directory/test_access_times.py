@@ -160,3 +160,13 @@ def test_a_reader_notes_nothing_and_a_child_writes_nothing_of_its_parent(path: P
     times.abandon()
     times.flush()
     assert list(times.raw(ONE)) == [] and times._noted_count == 0
+
+
+def test_what_was_noted_before_a_fork_is_the_parents_to_write(times: AccessTimes, directory: Directory) -> None:
+    times.stamp(ONE, 0, [1, 2])
+    with times._lock:  # of a thread that only the parent has
+        times.abandon()
+    times.flush()
+    assert not file_of(directory, ONE).exists() and not times.was_used(ONE, 0)
+    times.stamp(ONE, 0, [5])
+    assert list(times.raw(ONE)) == [5]

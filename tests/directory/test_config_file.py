@@ -135,3 +135,95 @@ def test_the_largest_file_is_edited_in_time() -> None:
 def test_a_setting_that_there_is_not_is_named(store_path: Path, key: str) -> None:
     with pytest.raises(ConfigError, match=f"there is no setting '{key}': known are capacity, segment_bytes, "):
         config_file.find(str(store_path), key, Files())
+
+
+@pytest.fixture
+def made(store_path: Path) -> Path:
+    """A new store's settings."""
+    with kvfs.open(store_path, capacity="64MiB"):
+        pass
+    return store_path / "kvfs.toml"
+
+
+def listed(file: Path) -> dict[str, tuple[Any, str]]:
+    return {s.name: (s.value, s.origin) for s in config_file.read(str(file.parent), Files())}
+
+
+STORE_KEYS = ["capacity", "segment_bytes", "index_bytes", "sync", "mode", "codec", "bundle_key"]
+
+
+def test_settings_of_a_bucket_are_listed_if_there_is_one_or_if_they_are_set(made: Path) -> None:
+    made.write_text('capacity = "64MiB"\n')
+    assert list(listed(made)) == [*STORE_KEYS, "remote.url"]
+    assert listed(made)["remote.url"] == ("", "default") and listed(made)["sync"] == ("cache", "default")
+    assert listed(made)["capacity"] == (64 << 20, "kvfs.toml")
+    made.write_text('capacity = "64MiB"\n[remote]\nrequests = 5\n')
+    assert list(listed(made)) == [*STORE_KEYS, "remote.url", "remote.requests"]
+    assert listed(made)["remote.requests"] == (5, "kvfs.toml")
+    made.write_text('capacity = "64MiB"\n[remote]\nurl = "file:///b"\nretention = "2d"\n')
+    remote = {name.removeprefix("remote."): s for name, s in listed(made).items() if name.startswith("remote.")}
+    assert remote == {
+        "url": ("file:///b", "kvfs.toml"), "requests": (8, "default"), "timeout": (30.0, "default"),
+        "retention": (172800.0, "kvfs.toml"), "retention_from": ("upload", "default"),
+        "read_through": ("on", "default"), "upload": ("off", "default"), "upload_rate": (None, "default"),
+        "codec": ("raw", "default"), "key_file": ("", "default"),
+    }  # fmt: skip
+
+
+def test_settings_of_quotas_are_listed_by_name_if_they_are_set(made: Path) -> None:
+    made.write_text('capacity = "64MiB"\n[quota.b]\nttl = "1h"\ncap = 5\n[quota.a]\nguaranteed = 1\n[quota.c]\n')
+    quotas = {name: s for name, s in listed(made).items() if name.startswith("quota.")}
+    assert quotas == {
+        "quota.a.guaranteed": (1, "kvfs.toml"), "quota.b.cap": (5, "kvfs.toml"), "quota.b.ttl": (3600.0, "kvfs.toml"),
+    }  # fmt: skip
+    assert list(quotas) == ["quota.a.guaranteed", "quota.b.cap", "quota.b.ttl"]
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "line"),
+    [
+        ("capacity", "67108864", "capacity = 67108864"), ("capacity", "128MiB", 'capacity = "128MiB"'),
+        ("remote.requests", "5", "requests = 5"), ("remote.timeout", "7", "timeout = 7"),
+        ("remote.timeout", "7.5", 'timeout = "7.5"'), ("remote.retention", "7200", "retention = 7200"),
+        ("remote.retention", "2d", 'retention = "2d"'), ("remote.retention", "", 'retention = ""'),
+        ("remote.upload_rate", "1MB", 'upload_rate = "1MB"'), ("remote.upload_rate", "", 'upload_rate = ""'),
+        ("remote.upload_rate", "1000000", 'upload_rate = "1000000"'), ("remote.codec", "zstd", 'codec = "zstd"'),
+        ("quota.a.ttl", "60", "ttl = 60"), ("quota.a.b.cap", "1k", 'cap = "1k"'), ("bundle_key", "", 'bundle_key = ""'),
+    ],
+)  # fmt: skip
+def test_numbers_are_written_as_numbers_and_all_else_as_text(made: Path, key: str, value: str, line: str) -> None:
+    config_file.change(str(made.parent), key, value, Files())
+    assert line in made.read_text().splitlines()
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "message"),
+    [
+        ("capacity", "", "capacity is ''"), ("capacity", "lots", "capacity is 'lots'"),
+        ("remote.timeout", "", "timeout is ''"), ("remote.timeout", "1y", "timeout is '1y'"),
+        ("remote.retention", "1y", "retention is '1y'"), ("quota.a.ttl", "", "ttl is ''"),
+        ("quota.a.cap", "-1", "cap is '-1'"), ("remote.upload_rate", "slow", "upload_rate is 'slow'"),
+        ("capacity", "٣", "capacity is '٣'"), ("sync", "\ud800", "no Unicode text"),
+    ],
+)  # fmt: skip
+def test_a_value_of_another_kind_is_refused_and_changes_nothing(made: Path, key: str, value: str, message: str) -> None:
+    before = made.read_bytes()
+    with pytest.raises(ConfigError, match=message):
+        config_file.change(str(made.parent), key, value, Files())
+    assert made.read_bytes() == before
+
+
+@pytest.mark.parametrize(
+    ("before", "section", "after"),
+    [
+        ("a = 1\n", ("quota", "x"), 'a = 1\n\n[quota.x]\ncap = 5\n'),
+        ("a = 1\n", ("remote",), "a = 1\n\n[remote]\ncap = 5\n"),
+        ("a = 1\n", (), "a = 1\ncap = 5\n"),
+        ("quota = {}\n", ("quota", "x"), "quota = {x = {cap = 5}}\n"),
+        ("[quota]\n", ("quota", "x"), "[quota]\n[quota.x]\ncap = 5\n"),
+    ],
+)  # fmt: skip
+def test_a_setting_gets_a_table_of_its_own_where_there_is_none(
+    before: str, section: tuple[str, ...], after: str
+) -> None:
+    assert config_file.set_value(before.encode(), section, "cap", 5, "kvfs.toml").decode() == after

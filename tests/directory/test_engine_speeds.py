@@ -51,7 +51,24 @@ def test_the_file_keeps_the_namespaces_that_were_measured_last(path: Path) -> No
 
 
 @pytest.mark.parametrize(
-    "value", [None, 7, [], [1], ["x", 1], [0, 1], [-1, 1], [True, 1], [1 << 80, 1], [1, 1 << 70], {"a": 1}, [1.5, 2]]
+    "value",
+    [
+        None,
+        7,
+        [],
+        [1],
+        ["x", 1],
+        [0, 1],
+        [-1, 1],
+        [True, 1],
+        [5, -1],
+        [5, True],
+        [1 << 80, 1],
+        [1, 1 << 62],
+        [1, 1 << 70],
+        {"a": 1},
+        [1.5, 2],
+    ],
 )
 def test_what_is_no_measurement_is_left_out(path: Path, value: object) -> None:
     file = SlotFile(Directory(str(path), Files(), read_only=False), "engines", SLOT_BYTES_MIN)
@@ -86,3 +103,10 @@ def test_measurements_from_a_future_do_not_keep_others_out(path: Path) -> None:
     mine = speeds(path)
     mine.note(digest(0), 700)
     assert mine.read(digest(0)) == 700
+
+
+@pytest.mark.parametrize("value", [[1, 0], [TOKENS_PER_SECOND_MAX, (1 << 62) - 1]])
+def test_figures_at_their_limits_are_measurements(path: Path, value: list[int]) -> None:
+    file = SlotFile(Directory(str(path), Files(), read_only=False), "engines", SLOT_BYTES_MIN)
+    file.update(lambda body, room: {"engines": {digest(1).hex(): value}})
+    assert speeds(path).read(digest(1)) == value[0]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import fcntl
+import json
 import os
 import threading
 from collections.abc import Callable
@@ -13,10 +14,11 @@ from pathlib import Path
 import pytest
 
 import kvfs
+from kvfs.directory import event_log
 from kvfs.directory.event_log import EventLog
 from kvfs.directory.root import Directory
 from kvfs.system.files import Files
-from kvfs.testing import Fault, FaultyFiles
+from kvfs.testing import FakeClock, Fault, FaultyFiles
 from tests.stores import TINY_BYTES, run_child, seeded, tiny, tokens_of
 
 
@@ -204,3 +206,114 @@ def test_a_long_event_is_noted_once(path: Path) -> None:
     log.add_once("settings changed", 0.0, quotas="x" * 300)
     log.add_once("settings changed", 60.0, quotas="y" * 300)
     assert len(seen(path)) == 3
+
+
+def line_of(**changes: object) -> bytes:
+    event: dict[str, object] = {"at_us": 1, "what": "x", "pid": 3, "command": "c", "details": {}}
+    return json.dumps({**event, **changes}).encode() + b"\n"
+
+
+@pytest.mark.parametrize(
+    ("changes", "event"),
+    [
+        ({}, True), ({"at_us": 0}, True), ({"at_us": -1}, False), ({"at_us": (1 << 57) - 1}, True),
+        ({"at_us": 1 << 57}, False), ({"at_us": 1.0}, False), ({"at_us": True}, False), ({"pid": (1 << 63) - 1}, True),
+        ({"pid": 1 << 63}, False), ({"pid": 1 - (1 << 63)}, True), ({"pid": -(1 << 63)}, False), ({"pid": "3"}, False),
+        ({"command": None}, False), ({"what": 5}, False), ({"details": []}, False), ({"details": {"a": None}}, False),
+        ({"details": {"a": (1 << 63) - 1, "b": "y"}}, True), ({"details": {"a": 1 << 63}}, False),
+        ({"details": {"b": "y", "a": -(1 << 63)}}, False), ({"details": {"a": True}}, False), ({"more": 1}, False),
+    ],
+)  # fmt: skip
+def test_an_event_has_kinds_and_numbers_that_it_may_have(path: Path, changes: dict[str, object], event: bool) -> None:
+    (path / "run" / "events").write_bytes(line_of(**changes))
+    assert len(seen(path)) == event
+
+
+class Clock(FakeClock, Files):
+    """The real file system under a clock that is set by hand; a sleep moves it."""
+
+    def sleep(self, seconds: float) -> None:
+        self.advance(seconds)
+
+
+@pytest.fixture
+def clock() -> Clock:
+    return Clock()
+
+
+def length(path: Path) -> int:
+    """Bytes of the only line of the log; the next one with as long a text has as many."""
+    return (path / "run" / "events").stat().st_size
+
+
+@pytest.mark.parametrize("less", [0, 1])
+def test_a_file_is_replaced_when_a_line_does_not_fit_to_the_byte(path: Path, clock: Clock, less: int) -> None:
+    log_of(path, clock).add("gc", count=1)
+    log = EventLog(Directory(str(path), clock, read_only=False), 2 * length(path) - less)
+    log.add("gc", count=2)
+    assert (path / "run" / "events.1").exists() is bool(less)
+    assert seen(path) == [("gc", {"count": 1}), ("gc", {"count": 2})]
+
+
+def test_a_line_that_no_file_holds_is_the_only_one_of_its_file(path: Path, clock: Clock) -> None:
+    log = EventLog(Directory(str(path), clock, read_only=False), 10)
+    log.add("gc", count=1)
+    assert seen(path) == [("gc", {"count": 1})] and not (path / "run" / "events.1").exists()
+    for count in (2, 3):
+        log.add("gc", count=count)
+    assert seen(path) == [("gc", {"count": 2}), ("gc", {"count": 3})]
+
+
+def test_a_line_has_a_limited_length(path: Path, clock: Clock) -> None:
+    log = log_of(path, clock)
+    log.add("x")
+    room = event_log.LINE_BYTES_MAX - length(path) + 1
+    log.add("y" * (room + 1))
+    log.add("z" * room)
+    assert [what[0] for what, _ in seen(path)] == ["x", "z"]
+
+
+def test_an_event_names_the_program(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    log = log_of(path)
+    for argv in (["/usr/bin/" + "p" * 300], [""], []):
+        monkeypatch.setattr("sys.argv", argv)
+        log.add("gc")
+    assert [event.command for event in log.read()] == ["p" * 256, "", ""]
+
+
+def test_an_event_is_noted_again_when_it_is_old_enough(path: Path, clock: Clock) -> None:
+    log = log_of(path, clock)
+    for advance, events in ((0.0, 1), (59.0, 1), (1.0, 2), (1.0, 2)):
+        clock.advance(advance)
+        log.add_once("gc", 60.0, count=1)
+        assert len(seen(path)) == events
+    log.add_once("purged", 60.0, count=1)
+    assert len(seen(path)) == 3
+
+
+def test_a_lock_that_another_process_keeps_is_waited_for_in_steps(
+    path: Path, clock: Clock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    log = log_of(path, clock)
+    log.add("gc", count=1)
+    waits: list[float] = []
+
+    def sleep(seconds: float) -> None:
+        waits.append(seconds)
+        clock.advance(event_log.WAIT_SECONDS / 2)
+
+    monkeypatch.setattr(clock, "sleep", sleep)
+    with (path / "run" / "events").open("rb") as other:
+        fcntl.flock(other, fcntl.LOCK_EX)
+        log.add("gc", count=2)
+    assert len(waits) == 2 and seen(path) == [("gc", {"count": 1})]
+
+
+def test_a_file_is_private_and_read_up_to_a_limit(path: Path) -> None:
+    log_of(path).add("gc", count=1)
+    file = path / "run" / "events"
+    assert file.stat().st_mode & 0o777 == 0o600
+    line = file.read_bytes()
+    count = event_log.FILE_BYTES_MAX // len(line) + 5
+    file.write_bytes(line * count)
+    assert len(seen(path)) == event_log.FILE_BYTES_MAX // len(line)

@@ -518,3 +518,83 @@ def test_memory_on_ramfs(tmp_path: Path) -> None:
             set_mode(folder / "store", "staging")
     finally:
         subprocess.run(["umount", "-l", folder], check=True)
+
+
+DISK, MEMORY = "ext4", "tmpfs"
+
+
+@pytest.mark.parametrize(
+    ("mode", "kind", "takes_direct", "page", "message"),
+    [
+        ("cache", DISK, False, 4096, None), ("cache", MEMORY, False, 4096, None), ("cache", None, False, 4096, None),
+        ("memory", MEMORY, False, 4096, None), ("memory", "ramfs", False, 4096, None),
+        ("memory", DISK, True, 4096, "is on ext4: put the store on tmpfs"),
+        ("memory", None, True, 4096, "is on an unknown file system: put"),
+        ("staging", DISK, True, 4096, None), ("staging", None, True, 4096, None),
+        ("staging", MEMORY, True, 4096, "is on tmpfs, which is memory itself"),
+        ("staging", DISK, False, 4096, "is on ext4 that refuses O_DIRECT or ignores it"),
+        ("staging", None, False, 4096, "is on a file system that refuses O_DIRECT"),
+        ("staging", DISK, True, 16384, "is on a host with memory pages of 16384 bytes, not 4096"),
+    ],
+)  # fmt: skip
+def test_where_each_mode_is_supported(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, mode: str, kind: str | None, takes_direct: bool, page: int,
+    message: str | None,
+) -> None:  # fmt: skip
+    asked: list[str] = []
+
+    def filesystem_of(path: str) -> str | None:
+        asked.append(path)
+        return kind
+
+    monkeypatch.setattr(io_mode, "filesystem_of", filesystem_of)
+    monkeypatch.setattr(io_mode, "_takes_direct", lambda *_: takes_direct)
+    monkeypatch.setattr(io_mode.mmap, "PAGESIZE", page)
+    settings = make_settings("16MiB", mode=mode)
+    for path in (tmp_path, tmp_path / "store"):
+        if message is None:
+            io_mode.check(str(path), settings, Files())
+        else:
+            with pytest.raises(ConfigError, match=message):
+                io_mode.check(str(path), settings, Files())
+    assert set(asked) == (set() if mode == "cache" else {str(tmp_path)}), "the parent of one that is to be made"
+    io_mode.check(str(tmp_path / "a" / "b"), settings, Files())  # there is nothing to ask about
+
+
+@pytest.mark.parametrize("error", [errno.EOPNOTSUPP, errno.EISDIR, errno.EINVAL, errno.ENOENT, errno.EACCES])
+def test_a_file_without_a_name_is_not_needed_to_try_a_disk(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: int
+) -> None:
+    opens = list[tuple[str, int]]()
+
+    class Refusing(Files):
+        def open(
+            self, name: str, flags: int, mode: int = 0o600, *, dir_fd: int, keep: list[int | None] | None = None
+        ) -> int:
+            opens.append((name, flags))
+            if name == ".":
+                raise OSError(error, os.strerror(error))
+            return super().open(name, flags & ~os.O_DIRECT, mode, dir_fd=dir_fd, keep=keep)
+
+    files = Refusing()
+    fd = os.open(tmp_path, os.O_RDONLY)
+    try:
+        if error not in io_mode._NO_TMPFILE:
+            with pytest.raises(OSError, match=os.strerror(error)):
+                io_mode._unnamed(files, fd)
+            return
+        file = io_mode._unnamed(files, fd)
+        assert opens[1][1] == os.O_CREAT | os.O_EXCL | os.O_RDWR | os.O_DIRECT
+        assert opens[1][0].startswith(".super.") and os.listdir(tmp_path) == []
+        os.write(file.fd, b"x")
+        file.close()
+    finally:
+        os.close(fd)
+
+
+def test_what_the_modes_mean() -> None:
+    assert io_mode.CACHE == ("cache", False, True, True) and io_mode.MEMORY == ("memory", False, False, True)
+    assert io_mode.STAGING == ("staging", True, False, False)
+    assert [mode.segment_flags for mode in (io_mode.CACHE, io_mode.STAGING)] == [0, fmt.FLAG_DIRECT]
+    for name in ("cache", "staging", "memory"):
+        assert io_mode.of(make_settings("16MiB", mode=name)).name == name

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+import pytest
+
 from kvfs.directory.pinned_memory import FRESH_SECONDS, PinnedBytes
 
 
@@ -52,3 +54,20 @@ def test_a_reader_has_the_limit_to_itself() -> None:
     assert pinned.take(100, 100, 0.0) and not pinned.take(1, 100, 0.0)
     pinned.give_back(100)
     assert pinned.take(1, 100, 0.0)
+
+
+def test_a_part_of_what_was_taken_is_given_back() -> None:
+    others = Others(0)
+    pinned = account(others)
+    assert pinned.take(40, 100, 0.0)
+    pinned.give_back(15)
+    assert pinned.mine == 25 and others.said == 40, "the next second says so"
+    pinned.say()
+    assert others.said == 25
+    others.said = 0
+    pinned.say()
+    assert others.said == 0, "it has not changed"
+    pinned.give_back(25)
+    with pytest.raises(AssertionError, match="more is given back than was taken"):
+        pinned.give_back(1)
+    assert pinned.mine == 0

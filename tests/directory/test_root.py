@@ -28,6 +28,7 @@ from kvfs.errors import (
 )  # fmt: skip
 from kvfs.format.checksums import checksum
 from kvfs.system.files import Files
+from kvfs.testing import Fault, FaultyFiles
 
 ID = bytes(range(16))
 
@@ -337,3 +338,55 @@ def test_descriptors_of_folders_are_opened_once(directory: Directory) -> None:
     assert directory.sub("run/use") == first and len(os.listdir("/proc/self/fd")) == before
     directory.close()
     assert directory.root == -1 and len(os.listdir("/proc/self/fd")) == before - 2
+
+
+@pytest.mark.parametrize(
+    ("name", "error", "fine"),
+    [("purged", errno.ENOSPC, True), ("purged", errno.EIO, False), ("pins", errno.ENOSPC, False)],
+)
+def test_on_a_full_disk_a_store_is_opened_without_a_folder_of_later_versions(
+    path: Path, name: str, error: int, fine: bool
+) -> None:
+    (path / name).rmdir()
+    files = FaultyFiles(Fault(1, "mkdir", error=error))
+    with contextlib.closing(Directory(str(path), files, read_only=False)) as opened:
+        if fine:
+            root.check_layout(opened)
+        else:
+            with pytest.raises(OSError, match="injected"):
+                root.check_layout(opened)
+        assert files.fired == 1 and not (path / name).exists()
+        root.check_layout(opened)
+        assert (path / name).is_dir()
+
+
+@pytest.mark.parametrize("there", [True, False])
+def test_a_reader_needs_all_folders_but_those_of_later_versions(path: Path, there: bool) -> None:
+    (path / ("purged" if there else "quarantine")).rmdir()
+    with contextlib.closing(Directory(str(path), Files(), read_only=True)) as opened:
+        if there:
+            root.check_layout(opened)
+        else:
+            with pytest.raises(CorruptError, match=f"{path}/quarantine is missing: open the store for writing once"):
+                root.check_layout(opened)
+    assert not (path / ("purged" if there else "quarantine")).exists()
+
+
+def test_the_lock_of_evictions_is_made_where_it_is_missing(path: Path) -> None:
+    (path / "run" / "gc").unlink()
+    for read_only in (True, False):
+        with contextlib.closing(Directory(str(path), Files(), read_only=read_only)) as opened:
+            root.check_layout(opened)
+        assert (path / "run" / "gc").exists() is not read_only
+    assert (path / "run" / "gc").stat().st_mode & 0o777 == 0o600
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_a_store_that_is_made_or_not_leaves_no_descriptor(tmp_path: Path, fails: bool) -> None:
+    before = len(os.listdir("/proc/self/fd"))
+    files = FaultyFiles(*[Fault(1, "rename")] * fails)
+    with contextlib.suppress(StoreAccessError):
+        root.create(str(tmp_path / "store"), b"capacity = 16777216\n", files)
+    assert files.fired == fails and root.is_store(str(tmp_path / "store")) is not fails
+    root.create(str(tmp_path / "store"), b"capacity = 16777216\n", Files())
+    assert len(os.listdir("/proc/self/fd")) == before

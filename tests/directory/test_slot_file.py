@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 import kvfs
+from kvfs.directory import slot_file
 from kvfs.directory.root import Directory
 from kvfs.directory.slot_file import SlotFile
 from kvfs.system.files import Files
@@ -88,3 +89,39 @@ def test_a_lock_of_another_process_is_waited_for_briefly(directory: Directory) -
     assert made.read() == {}
     os.close(fd)
     assert made.update(lambda before, room: {"n": 1}) and made.read() == {"n": 1}
+
+
+def test_no_blocks_are_made_while_another_process_keeps_the_lock(directory: Directory) -> None:
+    path = Path(directory.path) / "run" / "thing"
+    path.touch()
+    fd = os.open(path, os.O_RDWR)
+    fcntl.flock(fd, fcntl.LOCK_EX)
+    slots = SlotFile(directory, "thing", 4096)
+    slots.reserve()
+    assert path.stat().st_size == 0
+    os.close(fd)
+    slots.reserve()
+    assert path.stat().st_size == 8192
+
+
+def test_a_lock_that_another_process_keeps_is_waited_for_up_to_the_limit(
+    directory: Directory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path, clock = Path(directory.path) / "run" / "thing", directory.files
+    assert isinstance(clock, Clock)
+    slots = SlotFile(directory, "thing", 4096)
+    assert slots.update(lambda before, room: {"n": 1})
+    fd = os.open(path, os.O_RDWR)
+    fcntl.flock(fd, fcntl.LOCK_EX)
+    slept: list[float] = []
+
+    def sleep(seconds: float) -> None:
+        slept.append(seconds)
+        clock.advance(slot_file.WAIT_SECONDS / 2)
+
+    monkeypatch.setattr(clock, "sleep", sleep)
+    began = clock.monotonic()
+    assert not slots.update(lambda before, room: {"n": 2}) and slots.read() == {"n": 1}
+    assert len(slept) == 2 and clock.monotonic() == began + slot_file.WAIT_SECONDS
+    os.close(fd)
+    assert slots.update(lambda before, room: {"n": 2}) and len(slept) == 2

@@ -15,10 +15,13 @@ from kvfs.errors import IndexUnavailableError, StoreLockedError
 from kvfs.eviction import reclaimer as reclaimer_module
 from kvfs.eviction.evictor import Evictor
 from kvfs.eviction.reclaimer import Reclaimer, forget_namespaces, index_is_full
+from kvfs.eviction.victims import Victim
+from kvfs.format.segment import PURGE_ALL, PurgeMark
 from kvfs.index import ledger
 from kvfs.index.tables import ACTIVE, DROPPED, SEALED, SegmentRow
 from kvfs.system.files import Files
 from kvfs.testing import FakeClock
+from kvfs.write.active_segments import Declined
 from tests.stores import TINY_BYTES, counted, seeded, segment_files, tiny, tokens_of
 
 PAGES = 20  # of a prompt, which is a segment here
@@ -555,3 +558,91 @@ def test_the_background_clears_a_full_index(
     now = clock(store).monotonic()
     evictor.background()
     assert ends == [now + 2.0] and len(rows(store)) == 6
+
+
+@pytest.mark.parametrize(
+    "error", [None, Declined("space"), OSError(errno.EIO, "broken"), IndexUnavailableError("timeout")]
+)
+def test_copies_that_cannot_be_made_are_counted_and_the_segment_is_evicted(
+    store: kvfs.Store, evictor: Evictor, monkeypatch: pytest.MonkeyPatch, error: Exception | None
+) -> None:
+    asked: list[Any] = []
+
+    def copy(*args: Any) -> int:
+        asked.append(args)
+        if error is not None:
+            raise error
+        return 3
+
+    row = rows(store)[2]
+    monkeypatch.setattr(evictor.victims, "choose", lambda *_: Victim(2, row, (1, 2, 3), 3 * 4096))
+    monkeypatch.setattr(evictor.relocator, "copy", copy)
+    before = evictor.budget.tokens
+    with counted(store) as moved:
+        assert evictor._evict_one() in (0, row.allocated)
+        assert (moved("carry_errors"), moved("pages_carried")) == ((0, 3) if error is None else (1, 0))
+        assert moved("segments_evicted") == 1
+    assert 2 not in rows(store) or rows(store)[2].state == DROPPED
+    ((target, number, held, seqs),) = asked
+    assert (number, held.segment_id, tuple(seqs)) == (2, row.segment_id, (1, 2, 3)) and target.evictor
+    assert evictor.budget.tokens == before - 3 * 4096
+
+
+@pytest.mark.parametrize(
+    ("why", "drops"),
+    [
+        ("missing", True), ("there", False), ("another index", False), ("no row", False), ("another segment", False),
+        ("dropped", False), ("no records", False),
+    ],
+)  # fmt: skip
+def test_a_segment_counts_as_missing_only_if_its_row_says_that_it_has_pages(
+    store: kvfs.Store, reclaimer: Reclaimer, monkeypatch: pytest.MonkeyPatch, why: str, drops: bool
+) -> None:
+    c, row = store._shared.c, rows(store)[2]
+    file = Path(store.path) / "segments" / f"{row.segment_id.hex()}.kvs"
+    if why != "there":
+        file.unlink()
+    if why == "no records":
+        c.index.write(lambda s: s.set_segment(2, row, row._replace(records=0)), 5.0)
+    if why == "dropped":
+        c.index.write(lambda s: ledger.mark_dropped(s, 2, row.owner), 5.0)
+    finished: list[int] = []
+    monkeypatch.setattr(reclaimer, "finish", lambda number, row: finished.append(number))
+    before = rows(store)
+    number = 99 if why == "no row" else 3 if why == "another segment" else 2
+    generation = "another" if why == "another index" else c.index.generation
+    assert reclaimer.drop_missing(row.segment_id, number, generation) is drops
+    assert finished == [2] * drops
+    if drops:
+        assert rows(store)[2].state == DROPPED
+    else:
+        assert rows(store) == before
+
+
+@pytest.mark.parametrize("strict", [True, False])
+def test_a_purged_segment_is_free_when_its_removal_is_on_the_disk(
+    store: kvfs.Store, reclaimer: Reclaimer, monkeypatch: pytest.MonkeyPatch, strict: bool
+) -> None:
+    """Its mark stays until then: a file that a power cut brings back must find it."""
+    c, one, two = store._shared.c, rows(store)[1], rows(store)[2]
+    c.marks.write(PurgeMark(one.segment_id, PURGE_ALL, 0, b""))
+    for number in (1, 2):
+        c.index.write(lambda s, n=number: ledger.mark_dropped(s, n, bytes(16)), 5.0)  # type: ignore[misc]
+    fails = True
+
+    def fsync(fd: int) -> None:
+        if fails:
+            raise OSError(errno.EIO, "not synced")
+
+    monkeypatch.setattr(c.files, "fsync", fsync, raising=False)
+    with counted(store) as moved:
+        if strict:
+            with pytest.raises(OSError, match="not synced"):
+                reclaimer.reclaim_dropped(strict=True)
+        else:
+            assert reclaimer.reclaim_dropped() == two.allocated
+        assert (moved("segments_reclaimed"), moved("evict_errors")) == (1, 0 if strict else 1)
+        assert 1 in rows(store) and 2 not in rows(store) and c.marks.has(one.segment_id)
+        fails = False
+        assert reclaimer.reclaim_dropped() == one.allocated
+        assert 1 not in rows(store) and not c.marks.has(one.segment_id) and moved("segments_reclaimed") == 2

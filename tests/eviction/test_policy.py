@@ -211,3 +211,14 @@ def test_victims_and_copies_are_those_of_a_calculation_by_hand(oldest: int, budg
         fragments = group([NOW - a for a in ages], [100] * 16, [0] * 16, lives)
         segments.append(Summary(number, 1600, number % 5 != 0, number % 4 == 0, fragments))
     assert list(Policy().ranked(segments, NOW, budget)) == worth_by_hand(segments, NOW, budget)
+
+
+def test_a_reason_says_what_is_lost_and_whether_a_reader_holds_the_segment() -> None:
+    segments = [use(1, [9000] * 4, held=True), use(2, [])]
+    ranked = list(Policy().ranked(segments, NOW, 0))
+    assert [plan.victim for plan in ranked] == [2, 1], "held ones come last"
+    assert ranked[0].reason == "loss 0.000 of average" and ranked[1].reason.endswith(" of average, held")
+    (empty,) = Policy().ranked([use(3, [])], NOW, 0)
+    assert empty.reason == "loss 0.000 of average", "where nothing has a worth"
+    (alone,) = Policy().ranked([use(4, [50] * 4)], NOW, 0)
+    assert alone.reason == "loss 1.000 of average"

@@ -13,6 +13,7 @@ import kvfs
 from kvfs import Quota
 from kvfs.eviction import victims
 from kvfs.eviction.victims import RANKING_SECONDS
+from kvfs.index import ledger
 from kvfs.index.tables import SEALED
 from kvfs.system.files import Files
 from kvfs.testing import FakeClock
@@ -183,3 +184,17 @@ def test_what_was_used_before_a_restart_outlives_what_was_not(memory_path: Path)
         assert store.stats()["counters"]["segments_evicted"] > 0
         left = [seed for seed in range(40) if restored(ns, tokens_of(seed, CHUNKS)) == LARGE]
     assert set(hot) <= set(left) and len(left) < 20
+
+
+def test_where_readers_hold_all_segments_one_is_dropped_as_it_is(
+    store: kvfs.Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    chooser = store._shared.services().evictor.victims
+    monkeypatch.setattr(chooser, "is_held", lambda row: True)
+    victim = chooser.choose(1 << 20)
+    assert victim is not None and (victim.seqs, victim.relocate_bytes) == ((), 0), "nothing of it is copied"
+    c = store._shared.c
+    row = c.index.read(lambda s: s.segment(victim.number), 5.0)
+    assert victim.row == row
+    c.index.write(lambda s: ledger.mark_dropped(s, victim.number, bytes(16)), 5.0)
+    assert chooser.choose(1 << 20) is None, "one at a time: it frees no bytes yet"

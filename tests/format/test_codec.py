@@ -555,3 +555,81 @@ def test_a_repair_that_is_short_of_memory_removes_no_page(store: kvfs.Store, mon
         with pytest.raises(kvfs.KvfsError, match="too little memory to check a page; verify when more is free"):
             store.verify(repair=True)
     assert restored(ns, tokens) == PAGES and store.verify().ok
+
+
+# -- what a record looks like ------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("number", "stored", "raw", "fine"),
+    [
+        (fmt.CODEC_RAW, 100, 100, True), (fmt.CODEC_RAW, 99, 100, False), (fmt.CODEC_RAW, 101, 100, False),
+        (fmt.CODEC_ZSTD, 1, 100, True), (fmt.CODEC_ZSTD, 0, 100, False), (fmt.CODEC_ZSTD, 99, 100, True),
+        (fmt.CODEC_ZSTD, 100, 100, False), (fmt.CODEC_PLANES, 99, 100, True), (77, 50, 100, False),
+        (77, 100, 100, False),
+    ],
+)  # fmt: skip
+def test_a_record_is_smaller_than_its_page_unless_it_is_raw(number: int, stored: int, raw: int, fine: bool) -> None:
+    assert codec.fits(number, stored, raw) is fine
+
+
+def frames_of(stored: bytes) -> list[bytes]:
+    """The planes of a record, as they are stored."""
+    count, at, planes = stored[0], 4 + 4 * stored[0], []
+    assert stored[1:4] == bytes(3)
+    for n in range(count):
+        length = int.from_bytes(stored[4 + 4 * n : 8 + 4 * n], "little")
+        planes.append(stored[at : at + length])
+        at += length
+    assert at == len(stored)
+    return planes
+
+
+def test_a_frame_has_its_size_and_neither_a_checksum_nor_a_dictionary() -> None:
+    import zstandard
+
+    page = bytes(range(256)) * 64
+    number, whole = codec.encode(page, fmt.CODEC_ZSTD, 0)
+    assert number == fmt.CODEC_ZSTD
+    number, planes = codec.encode(page, fmt.CODEC_PLANES, 2)
+    assert number == fmt.CODEC_PLANES
+    for frame, nbytes in ((whole, len(page)), *((plane, len(page) // 2) for plane in frames_of(planes))):
+        found = zstandard.get_frame_parameters(frame)
+        assert (found.content_size, found.has_checksum, found.dict_id) == (nbytes, False, 0)
+
+
+@pytest.mark.parametrize("count", [1, 2, 4, 8])
+def test_planes_that_do_not_shrink_are_stored_as_they_are(count: int) -> None:
+    noise, even = seeded(1, 16384 // count), bytes([7]) * (16384 // count)
+    planes = [noise if n % 2 == 0 and count > 1 else even for n in range(count)]
+    page = bytes(byte for one in zip(*planes, strict=True) for byte in one)
+    number, stored = codec.encode(page, fmt.CODEC_PLANES, count)
+    assert number == fmt.CODEC_PLANES
+    for plane, kept in zip(planes, frames_of(stored), strict=True):
+        assert (kept == plane) if plane is noise else len(kept) < len(plane) // 10
+    assert bytes(codec.decoded(stored, number, len(page))) == page
+
+
+@pytest.mark.parametrize(
+    ("nbytes", "element", "number"),
+    [
+        (16384, 2, fmt.CODEC_PLANES), (16384, 1, fmt.CODEC_PLANES), (16384, 0, fmt.CODEC_ZSTD),
+        (16384, 3, fmt.CODEC_ZSTD), (16384 + 2, 4, fmt.CODEC_ZSTD), (16384 + 4, 4, fmt.CODEC_PLANES),
+        (4097, 1, fmt.CODEC_PLANES), (4096, 1, fmt.CODEC_RAW), (100, 1, fmt.CODEC_RAW),
+    ],
+)  # fmt: skip
+def test_planes_are_of_whole_numbers_and_save_a_block(nbytes: int, element: int, number: int) -> None:
+    page = bytes(nbytes)
+    found, stored = codec.encode(page, fmt.CODEC_PLANES, element)
+    assert found == number and (stored is page) is (number == fmt.CODEC_RAW)
+    assert codec.encode(page, fmt.CODEC_RAW, element) == (fmt.CODEC_RAW, page)
+
+
+@pytest.mark.parametrize(("blocks", "kept"), [(1, False), (2, True), (3, True)])
+def test_a_record_that_takes_as_many_blocks_as_its_page_is_raw(blocks: int, kept: bool) -> None:
+    """Noise that fills all of its blocks but the last one."""
+    noise = seeded(1, 4096 * blocks - 100)
+    page = noise + bytes(4096 if kept else 60)
+    number, stored = codec.encode(page, fmt.CODEC_ZSTD, 0)
+    assert (number == fmt.CODEC_ZSTD) is kept
+    assert fmt.align(len(stored)) < fmt.align(len(page)) if kept else stored is page

@@ -249,3 +249,24 @@ def test_a_purge_mark_survives_the_disk_and_is_refused_when_torn() -> None:
     body = struct.pack("<8s16sIII", fmt.PURGE_MAGIC, SEGMENT, 1, 7, 4) + b"\1\2\3"  # says one byte more than it has
     for damaged in (body, b"KVFSPRG2" + body[8:-4] + struct.pack("<I", 3) + body[-3:]):
         assert fmt.parse_purge_mark(damaged + struct.pack("<Q", xxhash.xxh3_64_intdigest(damaged))) is None
+    empty = fmt.pack_purge_mark(fmt.PurgeMark(SEGMENT, 0, 7, b""))
+    for size in range(len(empty) - 8):  # shorter than a mark of nothing, with a good checksum
+        short = empty[:size] + struct.pack("<Q", xxhash.xxh3_64_intdigest(empty[:size]))
+        assert fmt.parse_purge_mark(short) is None
+
+
+@pytest.mark.parametrize("by", [1, -1, 1 << 63])
+def test_a_check_word_that_is_larger_or_smaller_is_refused_alike(by: int) -> None:
+    def changed(data: bytes, at: int) -> bytes:
+        check = (int.from_bytes(data[at : at + 8], "little") + by) % (1 << 64)
+        return data[:at] + check.to_bytes(8, "little") + data[at + 8 :]
+
+    good = fmt.pack_entry(ENTRY, SEED)
+    bad = changed(good, fmt.ENTRY_BYTES - 8)
+    assert fmt.parse_entry(good, SEED) == ENTRY and fmt.parse_entry(bad, SEED) is None
+    assert [e for e, _ in fmt.parse_entries(memoryview(good + bad + good), SEED)] == [ENTRY]
+    assert fmt.parse_names(memoryview(good + bad + good), SEED) == ([ENTRY.chunk_hash], None)
+    assert fmt.parse_header(changed(fmt.pack_header(HEADER), fmt.HEADER_BYTES - 8)) is None
+    assert fmt.parse_seal(changed(fmt.pack_seal(SEAL), fmt.SEAL_BYTES - 8)) is None
+    mark = fmt.pack_purge_mark(fmt.PurgeMark(SEGMENT, 0, 7, b"x"))
+    assert fmt.parse_purge_mark(changed(mark, len(mark) - 8)) is None

@@ -81,7 +81,10 @@ def locked(path: Path, name: str = "gate") -> int:
         (IndexUnavailableError("other"), "^other$", 0),
     ],
 )
-def test_what_an_error_in_a_transaction_says(path: Path, raised: Exception, message: str, errors: int) -> None:
+@pytest.mark.parametrize("call", ["read", "write"])
+def test_what_an_error_in_a_transaction_says(
+    path: Path, raised: Exception, message: str, errors: int, call: str
+) -> None:
     def fail(session: Session) -> None:
         raise raised
 
@@ -89,7 +92,7 @@ def test_what_an_error_in_a_transaction_says(path: Path, raised: Exception, mess
         assert index.read(used, 5.0) > 0
         before, name = index.errors, index.generation
         with pytest.raises(IndexUnavailableError, match=message):
-            index.write(fail, 5.0)
+            getattr(index, call)(fail, 5.0)
         assert index.errors == before + errors and index.timeouts == 0
         retired = isinstance(raised, lmdb.CorruptedError)
         assert (generations(path) == []) is retired and (path / "index" / "CURRENT").exists() is not retired
@@ -192,6 +195,7 @@ def test_a_generation_that_is_retired_is_gone(path: Path) -> None:
     with opened(path) as index:
         index.read(used, 5.0)
         index.retire()
+        assert index._env is None and index._data.fd < 0, "it is closed before it is removed"
         assert generations(path) == [] and not (path / "index" / "CURRENT").exists() and index.is_missing(5.0)
         index.retire()
 
@@ -336,3 +340,67 @@ def test_a_fork_waits_until_the_index_thread_is_between_requests(path: Path) -> 
         assert done.wait(10.0)
         thread.join(10.0)
         assert not index._paused
+
+
+@pytest.mark.parametrize("name", ["gate", "main"])
+def test_a_damaged_generation_stays_while_another_process_uses_it(path: Path, name: str) -> None:
+    """It is removed under the exclusive gate only."""
+
+    def fail(session: Session) -> None:
+        fd = os.open(path / name, os.O_RDWR)  # another process begins to read meanwhile
+        fcntl.flock(fd, fcntl.LOCK_SH)
+        held.append(fd)
+        raise lmdb.CorruptedError("x")
+
+    held: list[int] = []
+    with opened(path) as index:
+        index.read(used, 5.0)
+        before = generations(path)
+        with pytest.raises(IndexUnavailableError, match="index error"):
+            index.read(fail, 5.0)
+        assert generations(path) == before and (path / "index" / "CURRENT").exists() and not index._gate.held
+        os.close(held[0])
+        assert index.is_missing(5.0) and generations(path) == [], "it is dirty, and nobody else uses it"
+
+
+@pytest.mark.parametrize(
+    "error", [OSError(errno.ENOSPC, "full"), lmdb.DiskError("x"), IndexUnavailableError("timeout")]
+)
+def test_an_index_that_cannot_be_left_clean_is_closed(
+    path: Path, monkeypatch: pytest.MonkeyPatch, error: Exception
+) -> None:
+    def fail(*_: Any, **__: Any) -> None:
+        raise error
+
+    with opened(path) as index:
+        index.read(used, 5.0)
+        users, data = index._users, index._data
+        monkeypatch.setattr(environment, "checksum_of", fail)
+        index.close()
+        assert index._env is None and (users.fd, data.fd) == (-1, -1) and not index._gate.held
+        state = read_state(index._directory)
+        assert state is not None and not state.clean
+    fd = locked(path)
+    os.close(fd)  # the gate is free
+
+
+@pytest.mark.parametrize("name", ["0" * 16, "f" * 16])
+def test_a_generation_that_this_process_could_not_open_is_removed_when_another_replaces_it(
+    path: Path, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    (old,) = generations(path)
+    folder = path / "index" / name
+    folder.mkdir()
+    (folder / "users").write_bytes(b"")
+    (folder / "data.mdb").write_bytes((path / "index" / old / "data.mdb").read_bytes())
+    opens, errors = environment.open_environment, [OSError(errno.EMFILE, "too many")]
+
+    def sometimes(*args: Any, **how: Any) -> Any:
+        if errors:
+            raise errors.pop()
+        return opens(*args, **how)
+
+    monkeypatch.setattr(environment, "open_environment", sometimes)
+    with opened(path) as index:
+        index.install(name, 5.0)
+        assert generations(path) == [name] and index.generation == name and index.read(used, 5.0) > 0

@@ -332,3 +332,26 @@ def test_a_generation_is_removed_with_all_that_is_in_it(directory: Directory, pa
     (index / "f").write_bytes(b"x")
     discard_generation(directory.files, directory.sub("index"), "f")
     assert not (index / "f").exists()
+
+
+@pytest.mark.parametrize(
+    ("size", "map_size", "asked"),
+    [
+        (9 << 20, 1 << 30, 17 << 20),
+        (12 << 20, 1 << 30, 20 << 20),
+        (12 << 20, 16 << 20, 16 << 20),
+        (0, 1 << 30, 8 << 20),
+    ],
+)
+def test_as_much_is_kept_ahead_of_a_larger_index(
+    directory: Directory, path: Path, size: int, map_size: int, asked: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (path / "index" / "g").mkdir()
+    with (path / "index" / "g" / "data.mdb").open("xb") as file:
+        file.truncate(size)
+    calls: list[int] = []
+    monkeypatch.setattr(
+        directory.files, "fallocate", lambda fd, offset, n, *, keep_size=False: calls.append(n), raising=False
+    )
+    keep_slack(directory, "g", map_size)
+    assert calls == [asked]

@@ -139,6 +139,22 @@ def test_extents_out_of_order_are_a_miss() -> None:
     assert parse_row(KEY, forged(one, one)) is None
 
 
+@pytest.mark.parametrize(("chunks", "over"), [(1, 0), (3, 0), (3, 1)])
+@pytest.mark.parametrize("field", ["block", "leaf", "seq"])
+def test_the_last_place_of_an_extent_has_numbers_of_32_bits(field: str, chunks: int, over: int) -> None:
+    """It may get an extent of its own. The block goes up by the stride, leaf tables by 4 words, records by one."""
+    last = rows._U32_MAX
+    step = {"block": 5, "leaf": 4, "seq": 1}[field]
+    numbers = {"block": 16, "leaf": 8, "seq": 2, field: last - step * (chunks - 1)}
+    extent = (2, chunks, 0, 0, 1, numbers["block"] + over * (field == "block"), 5, 4096,
+              numbers["leaf"] + over * (field == "leaf"), numbers["seq"] + over * (field == "seq"), 0)  # fmt: skip
+    row = parse_row(KEY, forged(extent, leaves=4))
+    assert (row is None) is bool(over)
+    if row is not None:
+        places = dict(row.places())
+        assert getattr(places[1 + chunks], field) == last
+
+
 @pytest.mark.parametrize("field", range(2, 10))
 def test_a_claim_with_an_offset_is_a_miss(field: int) -> None:
     """Neighbouring claims share an extent: differing offsets would be lost, or not fit the row (fuzz, 6001)."""

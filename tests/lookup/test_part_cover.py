@@ -12,6 +12,7 @@ import pytest
 
 import kvfs
 from kvfs import Cell, Group, Need, PageLayout, Part
+from kvfs.lookup.part_cover import useful_parts
 from tests.stores import counted, restored, seeded, tokens_of
 
 T, LAYERS, CHUNKS = 16, 4, 3
@@ -213,3 +214,21 @@ def test_parts_that_appear_later_are_found_by_a_reader_that_looked_before(store:
         assert restored(reader, tokens) == b""
         assert writer.put(tokens, cut(pages, group, part), part=part).stored == CHUNKS
     assert restored(reader, tokens) == pages
+
+
+def test_the_parts_that_help_come_the_most_useful_first() -> None:
+    """The wanted part itself, then what contains it, then the smaller ones; equal ones in a fixed order."""
+    want = Part(1, 1, 0, 4)
+    whole, wide, left, right, other = (
+        Part(0, 4, 0, 4),
+        Part(0, 2, 0, 4),
+        Part(1, 1, 0, 2),
+        Part(1, 1, 2, 2),
+        Part(3, 1, 0, 4),
+    )
+    for known in ((whole, other, right, want, left, wide), (left, wide, want, other, whole, right)):
+        found = useful_parts(want, known)
+        assert found.parts == (want, wide, whole, left, right) and found.first_is_enough
+        assert found.packed == tuple(part.pack() for part in found.parts)
+    assert useful_parts(want, (right, left)).parts == (left, right) and not useful_parts(want, (left,)).first_is_enough
+    assert useful_parts(want, (right, left)).cells == ((0,), (1,)) and useful_parts(want, (other,)).parts == ()

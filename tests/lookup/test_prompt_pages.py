@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -11,6 +12,7 @@ import pytest
 
 import kvfs
 from kvfs.lookup import matcher, prompt_pages
+from kvfs.lookup.search import Found
 from kvfs.native import library
 from kvfs.pages.chunk_set import bits_of
 from kvfs.pages.layout import Cell, Group, Need, PageLayout
@@ -108,6 +110,9 @@ def test_pages_that_were_just_looked_up_are_selected_without_the_index(
         looked.clear()
         pages.select({group.name: first}, end=5, known=known).close()
         assert looked
+    looked.clear()
+    pages.select({group.name: 0}, end=4).close()
+    assert looked, "unless it is said that they are known"
 
 
 def test_where_only_the_index_thread_can_tell_pages_are_looked_up_again(
@@ -290,3 +295,57 @@ def test_pages_of_opaque_keys_have_no_tokens(store_path: Path) -> None:
             opaque.match([1, 2, 3])
         pages = opaque.prompt(keys=[b"a", b"b", b"c"])
         assert pages.joined_hashes(2) == b"".join(pages.hashes[:2]) and pages.chunks == 3
+
+
+def test_what_is_being_written_is_not_stored_and_earlier_chunks_stay_as_they_were_known(
+    ns: kvfs.Namespace, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pages, (group,) = ns.prompt(tokens_of(2, 8)), ns.layout.groups
+    answers = iter([(0b0011_0110, 0b0111_0000), (0b1100_0000, 0b0010_1000), (0b0001, 0b0110)])
+    asked: list[tuple[int, int]] = []
+
+    def present(_: Any, prompt: Any, number: int, group: Group, part: Any, first: int, end: int, **how: Any) -> Any:
+        asked.append((first, end))
+        found = Found(*next(answers))
+        return SimpleNamespace(group=group, found=found)
+
+    monkeypatch.setattr(matcher.Matcher, "present", present)
+    pages.look()
+    assert (pages.stored[group.name], pages.writing[group.name]) == (0b0011_0110, 0b0100_0000)
+    pages.look(4)
+    assert (pages.stored[group.name], pages.writing[group.name]) == (0b1100_0110, 0b0010_0000)
+    pages.look(0)
+    assert (pages.stored[group.name], pages.writing[group.name]) == (0b0001, 0b0110)
+    assert asked == [(0, 8), (4, 8), (0, 8)]
+
+
+CELL = Cell("bf16", 16)
+HYBRID = PageLayout.of(
+    [
+        Group("full", (0,), 1, CELL, Need.all(), 16),
+        Group("window", (1,), 1, CELL, Need.window_of(32), 16),
+        Group("state", (2,), 1, CELL, Need.exact(), 1),
+    ],
+    16,
+)
+
+
+@pytest.mark.parametrize(
+    ("full", "window", "state", "chunks"),
+    [
+        (0b1111, 0b1111, 0b1111, 4), (0b1111, 0b1100, 0b1000, 4), (0b1111, 0b0110, 0b1111, 3),
+        (0b0111, 0b1111, 0b1011, 2), (0b1111, 0b1111, 0b0000, 0), (0b1110, 0b1111, 0b1111, 0),
+        (0b1111, 0b0001, 0b0001, 1),
+    ],
+)  # fmt: skip
+def test_the_restorable_length_has_all_pages_that_it_needs(
+    store_path: Path, full: int, window: int, state: int, chunks: int
+) -> None:
+    with kvfs.open(store_path, capacity="32MiB") as store:
+        pages = store.namespace("hybrid", HYBRID, "1").prompt(tokens_of(1, 4))
+        assert pages.restorable() == 0
+        pages.stored = {"full": full, "window": window, "state": state}
+        assert pages.restorable() == chunks
+        assert pages.needed(0, 4) == {"full": 0, "window": 2, "state": 3}
+        assert pages.needed(3, 4) == {"full": 3, "window": 3, "state": 3}
+        assert pages.needed(0, 1) == {"full": 0, "window": 0, "state": 0}

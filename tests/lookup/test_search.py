@@ -15,7 +15,17 @@ from hypothesis import strategies as st
 from kvfs.index.rows import CLAIM, RUN, Place, claim, pack_row, parse_row
 from kvfs.lookup.gaps import KEYS_PER_HOLD, read_behind_gaps
 from kvfs.lookup.prefix_match import GroupMatch, PrefixMatch
-from kvfs.lookup.search import ROWS_PER_HOLD, GroupLookup, Prompt, prefix_length, search, valid_lengths, walk_all
+from kvfs.lookup.search import (
+    ROWS_PER_HOLD,
+    GroupLookup,
+    Prompt,
+    prefix_length,
+    search,
+    valid_lengths,
+    walk_all,
+    walk_back,
+    walk_forward,
+)
 from kvfs.pages.chunk_set import members
 from kvfs.pages.layout import Cell, Group, Need, Part
 
@@ -432,3 +442,130 @@ def test_behind_gaps_no_hold_asks_for_more_keys_or_rows_than_allowed(parts: int)
     assert lookup.found.present == sum(1 << run * RUN + 5 for run in range(128))
     assert sum(asked) == parts * 128 * (RUN - 1) and max(asked) <= KEYS_PER_HOLD
     assert len(asked) <= 1.2 * sum(asked) / KEYS_PER_HOLD and max(rows) <= ROWS_PER_HOLD + RUN * parts
+
+
+# ---------------------------------------------------------------- how much a hold of the gate reads
+
+
+class Asked(FakeSession):
+    """Notes how many keys each call asks for."""
+
+    def __init__(self, rows: dict[bytes, bytes]) -> None:
+        super().__init__(rows)
+        self.asked: list[int] = []
+
+    def keys_there(self, keys: Sequence[bytes]) -> list[bytes]:
+        self.asked.append(len(keys))
+        return super().keys_there(keys)
+
+
+def held(lookup: GroupLookup, session: Any) -> tuple[Callable[[Callable[[Any], bool]], bool], list[int]]:
+    """A ``read`` for walkers, and the rows that each call of it has read."""
+    rows: list[int] = []
+
+    def read(step: Callable[[Any], bool]) -> bool:
+        before = lookup.rows_read
+        done = step(session)
+        rows.append(lookup.rows_read - before)
+        return done
+
+    return read, rows
+
+
+@pytest.mark.parametrize("walk", ["forward", "all"])
+def test_a_long_prompt_is_read_in_as_few_holds_as_may_be(walk: str) -> None:
+    shelf, group = Shelf(600 * RUN), make_group("full", Need.all())
+    shelf.store(group, group.full, set(range(600 * RUN)))
+    lookup = shelf.lookup(group, group.full, [group.full])
+    read, rows = held(lookup, FakeSession(shelf.rows))
+    if walk == "forward":
+        assert walk_forward(lookup, 600 * RUN, read) == 600 * RUN
+    else:
+        assert not walk_all(lookup, 0, 600 * RUN, read, to_first_gap=False)
+    assert rows == [ROWS_PER_HOLD, ROWS_PER_HOLD, 600 - 2 * ROWS_PER_HOLD] and lookup.gapped == []
+    assert lookup.found.present == (1 << 600 * RUN) - 1
+
+
+def test_a_walk_that_goes_on_reads_the_run_of_its_first_chunk_again() -> None:
+    shelf, group = Shelf(5 * RUN), make_group("full", Need.all())
+    shelf.store(group, group.full, set(range(4 * RUN)))
+    lookup = shelf.lookup(group, group.full, [group.full])
+    lookup.found.present = (1 << 2 * RUN + 3) - 1
+    read, rows = held(lookup, FakeSession(shelf.rows))
+    assert walk_forward(lookup, 5 * RUN, read, 2 * RUN + 3) == 4 * RUN
+    assert rows == [3], "runs 2 and 3, and 4, which lacks its first chunk"
+    del shelf.rows[shelf.prompt.key(group, group.full, 2 * RUN)]
+    assert walk_forward(lookup, 5 * RUN, read, 2 * RUN + 3) == 2 * RUN, "what is read again may have been dropped"
+    assert walk_forward(lookup, RUN, read) == RUN and lookup.found.present == (1 << RUN) - 1
+
+
+def test_windows_are_searched_from_the_end_in_holds_of_a_bounded_size() -> None:
+    shelf, group = Shelf(20 * RUN), make_group("window", Need.window_of(16))
+    shelf.store(group, group.full, {5})
+    lookup = shelf.lookup(group, group.full, [group.full])
+    read, rows = held(lookup, FakeSession(shelf.rows))
+    assert walk_back([lookup], 16, 20 * RUN, read) == 6
+    assert rows[:2] == [ROWS_PER_HOLD, ROWS_PER_HOLD] and sum(rows) <= 20 * RUN
+    shelf.store(group, group.full, {20 * RUN - 1})
+    again = shelf.lookup(group, group.full, [group.full])
+    read, rows = held(again, FakeSession(shelf.rows))
+    assert walk_back([again], 16, 20 * RUN, read) == 20 * RUN
+    assert rows == [RUN - 1], "of the last run only; its last chunk is in the row of its first one"
+    assert walk_back([], 16, 7, read) == 7 and walk_back([again], 16, 0, read) == 0 and len(rows) == 1
+
+
+@pytest.mark.parametrize(
+    ("parts", "asked"), [(1, [4, 8, 16, 32, 64, 76]), (3, [12, 24, 48, 96, 192, 228]), (200, [400, 400, 400])]
+)
+def test_runs_that_are_missing_are_asked_for_in_bulks_that_grow(parts: int, asked: list[int]) -> None:
+    """Keys of at most 512 in one bulk; two keys count as a row."""
+    shelf, group = Shelf(200 * RUN), make_group("full", Need.all())
+    lookup = shelf.lookup(group, group.full, [group.full])
+    lookup.use_parts((group.full,))
+    lookup._useful = lookup._useful._replace(packed=[bytes([n]) * 8 for n in range(parts)])
+    session: Any = Asked({})
+    end = 200 if parts < 100 else 6
+    assert lookup.next_present(session, 0, end, 10_000) == end
+    assert session.asked == asked and lookup.gapped == list(range(end))
+    assert lookup.rows_read == sum(keys // 2 for keys in asked)
+    lookup.rows_read = 7
+    session.asked.clear()
+    assert lookup.next_present(session, 0, end, 7) == 0 and session.asked == [], "the budget is spent"
+    assert lookup.next_present(session, 0, end, 8) == min(4, 512 // parts) and len(session.asked) == 1
+
+
+def test_where_no_part_helps_nothing_is_asked_for() -> None:
+    shelf, group = Shelf(3 * RUN), make_group("full", Need.all(), heads=2)
+    lookup = shelf.lookup(group, LEFT, [RIGHT])
+    session: Any = Asked({})
+    assert lookup.parts == () and lookup.next_present(session, 0, 3, 99) == 3 and session.asked == []
+    found = lookup.read_run(session, 1, stop_at_gap=False)
+    assert (found.covered, found.claimed, found.whole, lookup.rows_read) == (0, 0, False, 0) and lookup.gapped == [1]
+
+
+def test_a_run_has_something_if_it_was_found_or_is_being_written() -> None:
+    shelf, group = Shelf(4 * RUN), make_group("full", Need.all())
+    shelf.store(group, group.full, {RUN + 3})
+    shelf.store(group, group.full, {2 * RUN + 5}, claimed=True)
+    lookup = shelf.lookup(group, group.full, [group.full])
+    session: Any = FakeSession(shelf.rows)
+    for run in range(4):
+        lookup.read_run(session, run, stop_at_gap=False)
+    assert [lookup.has_some(run) for run in range(4)] == [False, True, True, False]
+    assert lookup.found.present == 1 << RUN + 3 and lookup.found.claimed == 1 << 2 * RUN + 5
+    assert lookup.gapped == [0, 1, 2, 3] and lookup.keys_within(3) == [
+        shelf.prompt.key(group, group.full, chunk) for chunk in range(3 * RUN + 1, 4 * RUN)
+    ]
+
+
+@pytest.mark.parametrize(
+    ("chunks", "length", "runs"),
+    [
+        (0, RUN, []), (1, RUN, [(0, 1)]), (RUN, RUN, [(0, RUN)]), (RUN + 1, RUN, [(0, RUN), (RUN, 1)]),
+        (3, 1, [(0, 1), (1, 1), (2, 1)]),
+    ],
+)  # fmt: skip
+def test_a_prompt_consists_of_runs(chunks: int, length: int, runs: list[tuple[int, int]]) -> None:
+    prompt = Shelf(chunks, length).prompt
+    assert prompt.runs() == len(runs) and [prompt.run(n) for n in range(len(runs))] == runs
+    assert prompt.keyed is (length == 1) and prompt.joined == b"".join(prompt.hashes)

@@ -173,3 +173,12 @@ def test_a_page_that_cannot_be_read_costs_a_copy_no_other(store: kvfs.Store, mon
     target = SegmentClass(flags=fmt.FLAG_CARRIED, evictor=True)
     copied = services.evictor.relocator.copy(target, number, held, [e.seq for e in parts])
     assert copied == len(parts) - 1 and store.stats()["counters"]["read_errors"] == 1
+
+
+@pytest.mark.parametrize("name", ["", "x" * 129, "a\nb", "\u00e4", 5, None])
+def test_a_name_that_no_pin_can_have_is_refused(store: kvfs.Store, name: Any) -> None:
+    ns = fill(store, range(1))
+    for call in (lambda: store.pin(name, ns, tokens_of(0, CHUNKS)), lambda: store.unpin(name)):
+        with pytest.raises(kvfs.ConfigError, match="pass 1 to 128 printable ASCII characters"):
+            call()
+    assert store.pins() == []

@@ -8,7 +8,7 @@ import pickle
 import random
 import signal
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +22,7 @@ from kvfs.index.tables import ACTIVE, SEALED, SegmentRow
 from kvfs.maintenance import purge as purge_module
 from kvfs.maintenance.purge import _Segment, select
 from kvfs.system.files import Files
-from tests.stores import TINY_BYTES, counted, load, restored, run_child, seeded, segment_files, tiny, tokens_of
+from tests.stores import TINY_BYTES, counted, load, restored, run_child, scanned, seeded, segment_files, tiny, tokens_of
 
 CHUNKS = 40  # more than a run
 SECRET = "correct horse battery staple"
@@ -644,3 +644,96 @@ def test_a_mark_stays_as_long_as_a_file_may_bring_its_records_back(store: kvfs.S
     marks.write(fmt.PurgeMark(segment_id, fmt.PURGE_ALL, 0, b""))
     store._shared.services().purger.resume()
     assert marks.has(segment_id) is bool(folder)
+
+
+def test_a_purge_that_was_interrupted_is_finished_in_rows_of_runs_and_of_forks(path: Path) -> None:
+    """The mark says which records; most have no row of their own, and those behind a fork may have one."""
+    with kvfs.open(path, capacity="32MiB") as store:
+        store._shared.background.stop()
+        ns = space(store)
+        put(ns, 1, 8)
+        fork = tokens_of(1, 8)[: 2 * 16] + tokens_of(2, 6)
+        assert ns.put(fork, pages_of(1, 2) + pages_of(2, 6)).stored == 6
+        seal(store)
+        (file,) = segment_files(path)
+        wanted = set(ns.chunk_hashes(tokens_of(1, 8))[5:]) | set(ns.chunk_hashes(fork)[6:])
+        seqs = [e.seq for e in scanned(file).parts() if e.chunk_hash in wanted]
+        assert len(seqs) == 5
+        mark = sum(1 << seq for seq in seqs).to_bytes(4, "little")
+        store._shared.c.marks.write(fmt.PurgeMark(bytes.fromhex(file.stem), fmt.PURGE_PENDING, 1, mark))
+        resume(store)
+        with ns.match(tokens_of(1, 8)) as first, ns.match(fork) as second:
+            assert (first.chunks, second.chunks) == (5, 6)
+        report = store.verify()
+        assert report.ok and report.index_pages == 14 - 5, report.problems
+        [info] = store.catalog.namespaces()
+        assert info.pages == 14 - 5, "they are not counted any more"
+        assert ns.put(tokens_of(1, 8), pages_of(1, 8)).stored == 3
+
+
+@pytest.mark.parametrize(("error", "dropped"), [(errno.EIO, True), (errno.EACCES, False), (errno.ENOMEM, False)])
+def test_only_a_segment_that_the_disk_cannot_read_is_purged_as_a_whole(
+    path: Path, monkeypatch: pytest.MonkeyPatch, error: int, dropped: bool
+) -> None:
+    with kvfs.open(path, capacity="32MiB") as store:
+        store._shared.background.stop()
+        put(space(store), 1)
+        put(space(store, "n"), 2)
+        seal(store)
+
+        def fail(*_: object) -> None:
+            raise OSError(error, os.strerror(error))
+
+        with monkeypatch.context() as patch:
+            patch.setattr(purge_module, "scan_segment", fail)
+            if dropped:
+                store.purge("m")
+            else:
+                with pytest.raises((OSError, StoreAccessError)):
+                    store.purge("m")
+        assert (found(space(store), 1), found(space(store, "n"), 2)) == ((0, 0) if dropped else (CHUNKS, CHUNKS))
+
+
+def test_a_segment_is_free_of_what_none_of_its_names_can_mean(store: kvfs.Store, path: Path) -> None:
+    """Found out without reading its records; where that is unknown it is looked at."""
+    store._shared.background.stop()
+    ns, purger = space(store), store._shared.services().purger
+    put(ns, 1)
+    seal(store)
+    (file,) = segment_files(path)
+    segment_id = bytes.fromhex(file.stem)
+    row = next(row for _, row in store._shared.c.index.read(lambda s: s.segments(), 5.0))
+
+    def free(digest: bytes | None, chunks: Iterable[bytes] | None = None, row: SegmentRow | None = row) -> bool:
+        selection = select(digest=digest, name=None if digest else "m", salt=None, chunks=chunks)
+        return purger._is_free_of(selection, segment_id, row)
+
+    there, other = ns.chunk_hashes(tokens_of(1, CHUNKS))[5], ns.chunk_hashes(tokens_of(2, 1))[0]
+    digest, unknown = ns.identity.digest, bytes(32)
+    assert [free(digest), free(unknown), free(None)] == [False, True, False]
+    assert [free(digest, [there]), free(digest, [other]), free(digest, [other, there])] == [False, True, False]
+    assert [free(unknown, [there]), free(unknown, [other])] == [False, True]
+    assert free(unknown, row=None) and not free(unknown, row=row._replace(records=row.records + 1))
+    file.unlink()
+    assert not free(unknown) and not free(unknown, row=None)
+
+
+def test_what_a_purged_segment_still_holds_is_found_out_once(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its mark stays as long as the segment: each look would read its tables again."""
+    with kvfs.open(path, capacity="32MiB") as store:
+        store._shared.background.stop()
+        put(space(store), 1)
+        put(space(store, "n"), 2)
+        seal(store)
+        assert store.purge("m").pages == CHUNKS
+    with kvfs.open(path) as store:
+        store._shared.background.stop()
+        scans = _counting(monkeypatch, purge_module, "scan_segment")
+        purger = store._shared.services().purger
+        purger.resume()
+        assert len(scans) == 1, "another process has purged it"
+        purger.resume()
+        assert len(scans) == 1
+        assert found(space(store, "n"), 2) == CHUNKS and found(space(store), 1) == 0
+        store.purge("n")
+        assert not segment_files(path) and not store._shared.c.marks.ids()

@@ -154,9 +154,9 @@ def test_damaged_pages_are_not_copied(store: kvfs.Store) -> None:
 
 
 def _break(store: kvfs.Store, what: str) -> None:
-    """Flip a bit of a segment's table entry 3, or of the descriptor of its namespace."""
+    """Flip a bit of a segment's table entry with a number, or of the descriptor of its namespace."""
     [path] = segment_files(Path(store.path))
-    at = fmt.FIRST_TABLE + 3 * fmt.ENTRY_BYTES + 40 if what == "entry" else fmt.FIRST_PAYLOAD + 20
+    at = fmt.FIRST_PAYLOAD + 20 if what == "descriptor" else fmt.FIRST_TABLE + int(what) * fmt.ENTRY_BYTES + 40
     with path.open("r+b") as file:
         file.seek(at)
         byte = file.read(1)[0]
@@ -164,13 +164,14 @@ def _break(store: kvfs.Store, what: str) -> None:
         file.write(bytes([byte ^ 1]))
 
 
-@pytest.mark.parametrize("what", ["entry", "descriptor"])
+@pytest.mark.parametrize("what", ["3", "7", "descriptor"])  # 7: the first page of another prompt, in a row of its own
 @pytest.mark.parametrize("late", [False, True])
 def test_a_segment_whose_table_is_damaged_is_not_dropped_with_its_good_pages(
     store: kvfs.Store, monkeypatch: pytest.MonkeyPatch, what: str, late: bool
 ) -> None:
     ns = store.namespace("model", LAYOUT, "1")
-    ns.put(tokens_of(0, 6), PAGES)
+    for prompt in (0, 1):
+        ns.put(tokens_of(prompt, 6), PAGES)
     store._shared.services().active.finish_all()
     if late:  # after it was examined
         rewrite = recompress.Recompressor._rewrite
@@ -187,7 +188,7 @@ def test_a_segment_whose_table_is_damaged_is_not_dropped_with_its_good_pages(
         done = store.recompress(idle=0)
         assert done.segments == 0
     assert store.recompress_plan(idle=0).left == {"unreadable": 1}
-    assert restored(ns, tokens_of(0, 6)) == PAGES
+    assert [restored(ns, tokens_of(prompt, 6)) for prompt in (0, 1)] == [PAGES, PAGES]
 
 
 def test_forks_move_with_their_rows(store: kvfs.Store) -> None:

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
+import dataclasses
+import errno
+import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -9,9 +13,13 @@ from typing import Any
 import pytest
 
 import kvfs
+from kvfs.directory.root import Directory
 from kvfs.errors import ConfigError
+from kvfs.format import segment as fmt
 from kvfs.index.session import Session
-from kvfs.maintenance.verify import Verification, Verifier
+from kvfs.index.tables import DROPPED
+from kvfs.maintenance.verify import Verification, Verifier, _digest, restore_super
+from kvfs.system.files import Files
 from tests.stores import TINY_BYTES, scanned, seeded, segment_files, tiny, tokens_of
 
 PAGES = 120  # two prompts of sixty, in segments of at most 57 pages
@@ -229,3 +237,121 @@ def test_each_file_that_cannot_be_moved_aside_is_named(path: Path, monkeypatch: 
             line for line in report.problems if line.endswith("stays, quarantine/ is full; remove its files by hand")
         ]
         assert len(full) == 3 and report.repaired == 0
+
+
+@pytest.mark.parametrize(
+    ("records", "error", "bad"),
+    [(5, 0, True), (0, 0, False), (0, errno.EACCES, True), (0, errno.EPERM, True), (0, errno.EIO, True),
+     (0, errno.ENOENT, False), (0, errno.EMFILE, False), (5, errno.ENOENT, True)],
+)  # fmt: skip
+def test_a_segment_that_cannot_be_opened_is_bad_if_it_holds_pages_or_is_refused(
+    path: Path, monkeypatch: pytest.MonkeyPatch, records: int, error: int, bad: bool
+) -> None:
+    """One without records may be a file that another process is about to remove."""
+    with kvfs.open(path) as store:
+        core = store._shared
+        core.background.stop()
+        number, row = core.c.index.read(lambda s: s.segments(), 5.0)[0]
+        core.c.index.write(lambda s: s.set_segment(number, row, row._replace(records=records)), 5.0)
+        files = core.c.files
+        name, opens = f"{row.segment_id.hex()}.kvs", files.open
+
+        def fail(wanted: str, flags: int, *args: Any, **how: Any) -> int:
+            if error and wanted == name:
+                raise OSError(error, "refused")
+            return opens(wanted, flags, *args, **how)
+
+        acquire = core.c.segments.acquire
+        monkeypatch.setattr(core.c.segments, "acquire", lambda n, *how: None if n == number else acquire(n, *how))
+        monkeypatch.setattr(files, "open", fail, raising=False)
+        report = Verifier(core.c, 0.0, 0).run()
+    assert (report.segments, report.bad_segments) == (2, int(bad))
+    assert report.problems == [f"segment {row.segment_id.hex()}: cannot be opened"] * bad
+
+
+def test_a_segment_that_was_dropped_meanwhile_is_not_bad(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with kvfs.open(path) as store:
+        core = store._shared
+        core.background.stop()
+        rows = dict(core.c.index.read(lambda s: s.segments(), 5.0))
+        for change in ("dropped", "gone", "another"):
+            verifier = Verifier(core.c, 0.0, 0)
+            now = {
+                "dropped": rows[1]._replace(state=DROPPED),
+                "gone": None,
+                "another": rows[1]._replace(segment_id=b"x" * 16),
+            }[change]
+            monkeypatch.setattr(Session, "segment", lambda self, number, now=now: now)
+            assert not verifier._still_there(1, rows[1])
+        monkeypatch.undo()
+        assert Verifier(core.c, 0.0, 0)._still_there(1, rows[1])
+
+
+def with_header(path: Path, name: str, **changes: Any) -> None:
+    """A segment file that is only a header."""
+    header = fmt.Header(bytes.fromhex(name), b"s" * 16, 50, 0, bytes(16))
+    (path / "segments" / f"{name}.kvs").write_bytes(fmt.pack_header(header._replace(**changes)))
+
+
+@pytest.mark.parametrize(
+    ("ids", "store_id", "created"),
+    [
+        ([(b"a" * 16, 70), (b"b" * 16, 40), (b"a" * 16, 60)], b"a" * 16, 60),
+        ([(b"a" * 16, 70)], b"a" * 16, 70),
+        ([], None, None),
+    ],
+)
+def test_a_lost_super_file_names_the_store_of_most_segments_and_its_first_time(
+    tmp_path: Path, ids: list[tuple[bytes, int]], store_id: bytes | None, created: int | None
+) -> None:
+    kvfs.open(tmp_path / "store", capacity="16MiB").close()
+    path = tmp_path / "store"
+    assert not restore_super(str(path), Files()), "it is not lost"
+    (path / "super").unlink()
+    for n, (one, created_us) in enumerate(ids):
+        with_header(path, f"{n:032x}", store_id=one, created_us=created_us)
+    if store_id is None:
+        (path / "pins" / "0123456789abcdef").touch()  # else nothing shows that there was a store
+    else:
+        with_header(path, "a" * 32, segment_id=b"x" * 16, store_id=b"c" * 16)  # under the name of another
+        (path / "segments" / ("b" * 32 + ".kvs")).write_bytes(b"damaged")
+        (path / "segments" / "notes").write_bytes(b"x")
+    assert restore_super(str(path), Files())
+    with contextlib.closing(Directory(str(path), Files(), read_only=True)) as directory:
+        found = directory.store_id()
+    body = json.loads((path / "super").read_bytes())
+    assert (store_id is None and len(found) == 16) or (found, body["created_us"]) == (store_id, created)
+    assert not restore_super(str(path), Files())
+
+
+@pytest.mark.parametrize(("ns_seq", "named"), [(0, True), (1, False), (2, False), (99, False)])
+def test_a_page_belongs_to_the_namespace_that_its_entry_names(path: Path, ns_seq: int, named: bool) -> None:
+    scan = scanned(segment_files(path)[0])
+    entries = scan.entries[:2]
+    assert [e.kind for e in entries] == [fmt.KIND_NAMESPACE, fmt.KIND_PART]
+    entry = entries[1]._replace(ns_seq=ns_seq)
+    assert _digest(dataclasses.replace(scan, entries=entries), entry) == (entries[0].chunk_hash if named else b"")
+
+
+@pytest.mark.parametrize(("error", "counts"), [(errno.EIO, True), (errno.EACCES, True), (errno.ENOMEM, False)])
+def test_a_page_that_cannot_be_read_is_bad_unless_memory_is_short(
+    path: Path, monkeypatch: pytest.MonkeyPatch, error: int, counts: bool
+) -> None:
+    with kvfs.open(path) as store:
+        core = store._shared
+        core.background.stop()
+        calls: list[int] = []
+
+        def fail(held: object, nbytes: int, offset: int) -> bytes:
+            calls.append(offset)
+            raise OSError(error, "broken")
+
+        monkeypatch.setattr(core.c.segments, "read_bytes", fail)
+        if counts:
+            report = store.verify()
+            assert report.bad_pages == PAGES == len(calls)
+            assert all(line.endswith(": cannot be read (broken)") for line in report.problems)
+        else:
+            with pytest.raises(kvfs.KvfsError, match="too little memory to check a page; verify when more is free"):
+                store.verify(repair=True)
+            assert len(calls) == 1

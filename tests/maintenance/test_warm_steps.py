@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import contextlib
 import random
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
+from kvfs.catalog.catalog import NotFoundError
 from kvfs.catalog.walk import Stretch
 from kvfs.maintenance import warm
 from kvfs.maintenance.warm import Range, Warmed, Warmer, _blocks, _merged, _ranges, _Sums
@@ -31,6 +32,8 @@ def stretch(**changes: Any) -> Stretch:
         (3, 4096, 5000, [(100, 2 * 4096 + 5000)]),
         (3, 12288, 5000, [(100, 5000), (12388, 5000), (24676, 5000)]),
         (1, 12288, 5000, [(100, 5000)]),
+        (2, 12288, 5000, [(100, 5000), (12388, 5000)]),
+        (2, 8192, 4096, [(100, 4096), (8292, 4096)]),
     ],
 )
 def test_neighbouring_pages_are_one_range(pages: int, stride: int, stored: int, found: list[tuple[int, int]]) -> None:
@@ -192,3 +195,121 @@ def test_what_is_gone_or_fails_is_counted(monkeypatch: pytest.MonkeyPatch) -> No
     disk.cached.clear()
     assert run(disk, [Range(1, ONE, 0, 10)])[0] == Warmed(10, 0, 0, 10, 0.5)
     assert run(disk, [])[0] == Warmed(0, 0, 0, 0, 0.5)
+
+
+# -- what is read ------------------------------------------------------------------------------
+
+
+class Shown:
+    """What a catalog and a walk say, in place of both; a page cache that has the blocks in ``cached``."""
+
+    def __init__(
+        self,
+        monkeypatch: pytest.MonkeyPatch,
+        *,
+        rows: Sequence[tuple[int, int]] = (),
+        stretches: Sequence[Stretch] = (),
+    ) -> None:
+        self.cached: set[tuple[int, int]] = set()
+        self.asked: list[tuple[int, int, int]] = []
+        self.gone: set[int] = set()
+        self.rows = [(n, SimpleNamespace(segment_id=bytes([n]) * 16, tail=tail)) for n, tail in rows]
+        self.pages: dict[str, list[Any]] = {}
+        self._stretches = stretches
+        monkeypatch.setattr(warm, "Catalog", lambda context: self)
+        monkeypatch.setattr(warm, "Walk", lambda context: self)
+        monkeypatch.setattr(warm, "BLOCK_BYTES", 10)
+
+    def segment_rows(self) -> Any:
+        return self.rows
+
+    def stretches(self, wanted: Callable[[int], bool] = lambda segment: True) -> Iterator[Stretch]:
+        return (s for s in self._stretches if wanted(s.segment))
+
+    def contents(self) -> list[Any]:
+        return [SimpleNamespace(segment=s.segment, digest=s.digest) for s in self._stretches]
+
+    def find_all_pages(self, ids: Sequence[str]) -> dict[str, list[Any]]:
+        return {one: self.pages.get(one, []) for one in ids}
+
+    def warmer(self) -> Warmer:
+        def acquire(number: int, segment_id: bytes, generation: str) -> Any:
+            return None if number in self.gone else SimpleNamespace(fd=number)
+
+        def cached_bytes(fd: int, offset: int, nbytes: int) -> int:
+            self.asked.append((fd, offset, nbytes))
+            return nbytes if (fd, offset) in self.cached else 0
+
+        context: Any = SimpleNamespace(
+            files=SimpleNamespace(cached_bytes=cached_bytes), segments=SimpleNamespace(acquire=acquire),
+            index=SimpleNamespace(generation="g"), directory=None,
+        )  # fmt: skip
+        return Warmer(context)
+
+
+def places(ranges: list[Range]) -> list[tuple[int, int, int]]:
+    return [(r.segment, r.offset, r.nbytes) for r in ranges]
+
+
+def test_a_sample_is_of_whole_blocks_that_the_page_cache_lacks(monkeypatch: pytest.MonkeyPatch) -> None:
+    shown = Shown(monkeypatch, rows=[(1, 29), (2, 9), (3, 10), (4, 40), (5, 100)])
+    shown.cached, shown.gone = {(1, 10), (4, 0)}, {5}
+    assert places(shown.warmer().sample(1000)) == [(1, 0, 10), (3, 0, 10), (4, 10, 10), (4, 20, 10), (4, 30, 10)]
+    assert shown.asked[:3] == [(1, 0, 10), (1, 10, 10), (3, 0, 10)], "no block that is not whole"
+    for nbytes, blocks in ((0, 0), (1, 1), (10, 1), (11, 2), (20, 2)):
+        assert len(shown.warmer().sample(nbytes)) == blocks
+    assert [r.segment_id for r in shown.warmer().sample(20)] == [bytes([1]) * 16, bytes([3]) * 16]
+
+
+def test_a_sample_of_many_segments_is_spread_over_the_store(monkeypatch: pytest.MonkeyPatch) -> None:
+    most = warm.SAMPLED_SEGMENTS_MAX
+    for count, step in ((most - 1, 1), (most, 1), (2 * most - 1, 1), (2 * most, 2), (3 * most + 1, 3)):
+        shown = Shown(monkeypatch, rows=[(n % 250, 10) for n in range(count)])
+        assert [segment for segment, _, _ in places(shown.warmer().sample(1 << 30))] == [
+            n % 250 for n in range(0, count, step)
+        ]
+
+
+def test_the_pages_that_were_used_last_come_first_up_to_so_many_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
+    old = stretch(segment=1, pages=4, stride=4096, stored_bytes=4000, offset=0, stamp_us=5)
+    new = stretch(segment=2, pages=2, stride=8192, stored_bytes=5000, offset=100, stamp_us=9)
+    shown = Shown(monkeypatch, stretches=[old, new])
+    every = [(2, 100, 8192 + 5000), (1, 0, 3 * 4096 + 4000)]
+    for nbytes, found in (
+        (1 << 20, every), (2 * 8192 + 4 * 4096, every), (2 * 8192 + 4 * 4096 - 1, [every[0], (1, 0, 2 * 4096 + 4000)]),
+        (2 * 8192 + 4096, [every[0], (1, 0, 4000)]), (2 * 8192 + 4095, every[:1]), (8192, [(2, 100, 5000)]),
+        (8191, []), (0, []),
+    ):  # fmt: skip
+        assert places(shown.warmer().hottest(nbytes)) == found
+
+
+def test_namespaces_prefixes_and_pins_name_their_pages(monkeypatch: pytest.MonkeyPatch) -> None:
+    one = stretch(segment=1, pages=1, stored_bytes=10, offset=0, stamp_us=5, digest=b"a")
+    two = stretch(segment=1, pages=1, stored_bytes=10, offset=50, stamp_us=5, digest=b"b")
+    three = stretch(segment=2, pages=1, stored_bytes=10, offset=70, stamp_us=6, digest=b"a")
+    shown = Shown(monkeypatch, stretches=[one, two, three], rows=[(1, 500), (2, 700)])
+    warmer = shown.warmer()
+    named: Any = SimpleNamespace(digest=b"a")
+    assert places(warmer.of_namespaces([named])) == [(1, 0, 10), (2, 70, 10)] and warmer.of_namespaces([]) == []
+    shown.pages = {"ab": [SimpleNamespace(located=SimpleNamespace(digest=b"a"), last_used_us=6)],
+                   "cd": [SimpleNamespace(located=None, last_used_us=5)]}  # fmt: skip
+    assert places(warmer.of_prefixes(["AB"])) == [(2, 70, 10)], "of the request that used it last"
+    assert warmer.of_prefixes(["cd"]) == [] == warmer.of_prefixes([])
+    with pytest.raises(NotFoundError, match="no page has the id 'ef': give a namespace, or an id from kvfs ls"):
+        warmer.of_prefixes(["ab", "EF"])
+    monkeypatch.setattr(warm, "pinned_segments", lambda directory: {bytes([2]) * 16})
+    assert places(warmer.of_pins()) == [(2, 0, 700)]
+
+
+def test_a_match_names_the_pages_of_the_segments_that_it_knows(monkeypatch: pytest.MonkeyPatch) -> None:
+    def source(segment: int, block: int) -> Any:
+        return SimpleNamespace(place=SimpleNamespace(segment=segment, block=block, stored_bytes=70))
+
+    group = SimpleNamespace(sources=lambda: {0: [source(1, 3)], 1: [source(2, 4), source(9, 5)]})
+    match: Any = SimpleNamespace(groups=[group], segments={1: ONE, 2: TWO})
+    found = Shown(monkeypatch).warmer().of_match(match)
+    assert found == [Range(1, ONE, 3 * 4096, 70), Range(2, TWO, 4 * 4096, 70)]
+
+
+def test_nothing_was_read_before_it_is_said() -> None:
+    assert Warmed() == Warmed(0, 0, 0, 0, 0.0)

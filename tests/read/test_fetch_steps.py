@@ -268,3 +268,42 @@ def test_without_the_library_nothing_is_copied_or_read_at_once(monkeypatch: pyte
     assert made.copy([job(0, 1)], LEAF, 9, []) is None
     one: Any = SimpleNamespace(load=3)
     assert made.scatter_at_once([(one, [])], 4) == {3}
+
+
+def test_the_end_of_the_first_and_of_the_last_job_is_asked_for_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    segments, asked = Segments(cached=len(CONTENT)), list[tuple[int, int]]()
+    cached_bytes = segments.cached_bytes
+
+    def noting(held: Any, offset: int, nbytes: int) -> int | None:
+        asked.append((offset, nbytes))
+        return cached_bytes(held, offset, nbytes)
+
+    monkeypatch.setattr(segments, "cached_bytes", noting)
+    made, _, _ = fetcher(segments)
+    jobs = [job(0, 2), job(4, 1), job(8, 3)]
+    assert fetched(made, jobs)[1][0] == bits(0, 1, 4, 8, 9, 10)
+    assert asked == [(2 * PAGE - 1, 1), (11 * PAGE - 1, 1)], "where both are there, the others are tried"
+    asked.clear()
+    segments.cached = 5 * PAGE
+    assert fetched(made, jobs)[1] == (bits(0, 1, 4, 8, 9, 10), [], bits(8, 9, 10))
+    ends = [(end * PAGE - 1, 1) for end in (2, 11, 2, 5, 11)]
+    assert asked[:5] == ends
+
+
+@pytest.mark.parametrize(("pages", "threads"), [((1,), 1), ((2,), 2), ((1, 1), 2), ((9, 9), 2)])
+def test_the_library_reads_in_as_many_threads_as_there_are_steps(
+    monkeypatch: pytest.MonkeyPatch, pages: tuple[int, ...], threads: int
+) -> None:
+    monkeypatch.setattr(fetch, "_step", lambda leaf_bytes: PAGE)
+    made, _, _ = fetcher(Segments(cached=len(CONTENT)))
+    asked: list[int] = []
+
+    def read(native: object, jobs: Any, summed: Any, leaf_bytes: int, out: Any, workers: int) -> Any:
+        asked.append(workers)
+        return SimpleNamespace(supported=False)
+
+    monkeypatch.setattr(made, "_native", object)
+    monkeypatch.setattr(made, "_read_native", read)
+    jobs = [job(20 * n, count) for n, count in enumerate(pages)]
+    assert fetched(made, jobs)[1][0] == sum(one.bits() for one in jobs)
+    assert asked == [threads], "at most as many as the store has"

@@ -193,3 +193,19 @@ def test_runs_are_those_pages_that_follow_one_another(seed: int) -> None:
                 assert job.out == (job.chunk - first) * size and job.stride == (stride if gaps else size)
                 assert job.offset == pages[job.chunk].block * PAGE and job.bits() == (1 << job.count) - 1 << job.chunk
                 assert job.seqs == [pages[job.chunk + i].seq for i in range(job.count)]
+
+
+def test_a_part_of_a_run_is_that_run_from_its_first_page_on() -> None:
+    row = hit({j: place(10 + j, 1 + j)._replace(leaf=3000 + j) for j in range(4)})
+    gm = GroupMatch(0, "full", WANT, None, PAGE, 0, 4, (row,), 32)
+    (run,) = plan_runs(gm, {1: OpenSegment(1, bytes(16), -1, "")})[0]
+    run.tables = bytes(range(4 * run.leaf_bytes))
+    part = run.cut(1, 2)
+    assert (part.chunk, part.offset, part.stride, part.count, part.span) == (1, 11 * PAGE, PAGE, 2, 2 * PAGE)
+    assert part.seqs == [2, 3] and part.roots == b"".join(n.to_bytes(16, "little") for n in (2, 3))
+    assert [part.root(n) for n in range(2)] == [run.root(1), run.root(2)]
+    assert part.tables == run.tables[run.leaf_bytes : 3 * run.leaf_bytes] and part.leaf_bytes == run.leaf_bytes
+    assert part.leaf == run.leaf + run.leaf_bytes > 0
+    run.leaf = 0
+    assert run.cut(2, 1).leaf == 0, "there is none"
+    assert run.cut(0, 4) == run

@@ -9,6 +9,8 @@ import os
 import threading
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
@@ -255,3 +257,17 @@ def test_what_a_match_holds_is_made_when_it_is_asked_for(opener: SegmentFiles, i
     assert sorted(held) == [1, 2, 3] and held[2] is held[1]
     with pytest.raises(KeyError):
         held[9]
+
+
+@pytest.mark.parametrize("hangs", [False, True])
+def test_a_close_waits_for_the_thread_that_opens_unless_the_disk_hangs(
+    opener: SegmentFiles, monkeypatch: pytest.MonkeyPatch, hangs: bool
+) -> None:
+    stopped: list[float] = []
+    worker: Any = SimpleNamespace(stop=stopped.append)
+    opener._opener = worker
+    monkeypatch.setattr(SegmentFiles, "hangs", property(lambda self: hangs))
+    opener.close()
+    opener.close()
+    assert stopped == [0.0 if hangs else open_segments.CLOSE_SECONDS] and open_segments.CLOSE_SECONDS > 0
+    assert opener._worker() is None, "none is started afterwards"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import fcntl
 import os
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -18,7 +19,7 @@ from kvfs.format.checksums import leaf_table, root_of
 from kvfs.format.segment import ENTRY_BYTES, Entry, Header
 from kvfs.pages.identity import Identity
 from kvfs.segments.scan import Scan, chunk_hashes, covered_end, read_descriptor, read_namespace, scan_segment
-from kvfs.segments.writer import Record, SegmentWriter, file_name
+from kvfs.segments.writer import Record, SegmentWriter, file_name, sync_segment
 from kvfs.system.files import Files
 from tests.stores import tiny
 
@@ -466,3 +467,116 @@ def test_what_entries_cover_ends_in_the_file(
         assert described_end == (None if leaves else 40960), "there is one group"
     finally:
         os.close(fd)
+
+
+@pytest.mark.parametrize("back", [4096, 16384, 4 * MIB - 16384 + 4096, 8 * MIB])
+def test_names_are_read_up_to_a_table_that_is_not_ahead(
+    directory: Directory, writer: SegmentWriter, described: tuple[bytes, bytes], back: int
+) -> None:
+    """Only check words are compared here: a table that names itself must end the search."""
+    writer.append([record(n) for n in range(SLOTS + 10)], *described, 99)
+    table = scan(directory).table
+    assert table > 4096
+    ends: list[int] = []
+
+    class Bounded(Files):
+        def read(self, fd: int, nbytes: int, offset: int) -> bytes:
+            ends.append(offset + nbytes)
+            assert len(ends) < 9, "it never ends"
+            return super().read(fd, nbytes, offset)
+
+    fd = os.open(path_of(directory), os.O_RDWR)
+    try:
+        whole = chunk_hashes(fd, Bounded())
+        assert len(whole) >= SLOTS + 11
+        chain = entry(kind=fmt.KIND_CHAIN, seq=SLOTS - 1, payload=table if back == 16384 else back, leaves=0)
+        os.pwrite(fd, fmt.pack_entry(chain, SEED), 4096 + (SLOTS - 1) * ENTRY_BYTES)
+        if back == 16384:  # the second table names itself
+            os.pwrite(fd, fmt.pack_entry(chain, SEED), table + 12 * ENTRY_BYTES)
+        ends.clear()
+        found = chunk_hashes(fd, Bounded())
+        assert found[: SLOTS - 1] == whole[: SLOTS - 1]
+        assert (len(found) > SLOTS) == (back == 16384) and max(ends) <= os.fstat(fd).st_size
+    finally:
+        os.close(fd)
+
+
+class Noting(Files):
+    """Notes what is done with descriptors, in order."""
+
+    def __init__(self) -> None:
+        self.done: list[str] = []
+
+    def flock(self, fd: int, operation: int) -> bool:
+        kind = "shared" if operation == fcntl.LOCK_SH else "exclusive"
+        direct = " direct" if fcntl.fcntl(fd, fcntl.F_GETFL) & os.O_DIRECT else ""
+        self.done.append(kind + direct)
+        return super().flock(fd, operation)
+
+    def random_access(self, fd: int) -> None:
+        self.done.append("random access")
+        super().random_access(fd)
+
+    def read(self, fd: int, nbytes: int, offset: int) -> bytes:
+        self.done.append("read")
+        return super().read(fd, nbytes, offset)
+
+    def fdatasync(self, fd: int) -> None:
+        self.done.append("sync")
+        super().fdatasync(fd)
+
+
+def test_an_adopter_locks_first_and_reads_tables_without_readahead(
+    directory: Directory, writer: SegmentWriter, described: tuple[bytes, bytes]
+) -> None:
+    writer.append([record(1)], *described, 99)
+    files = directory.files = Noting()
+    adopt(directory, writer).close()
+    assert files.done[:3] == ["shared", "random access", "read"] and files.done.count("shared") == 1
+
+
+@pytest.mark.parametrize("adopted", [False, True])
+def test_both_descriptors_of_a_segment_written_past_the_page_cache_are_locked(
+    disk_path: Path, described: tuple[bytes, bytes], adopted: bool
+) -> None:
+    """A reclaim looks for any shared lock: the write of the second descriptor must not reach a removed file."""
+    kvfs.open(disk_path / "store", capacity="16MiB").close()
+    with contextlib.closing(Directory(str(disk_path / "store"), Noting(), read_only=False)) as directory:
+        files = directory.files
+        assert isinstance(files, Noting)
+        made = SegmentWriter.create(directory, Header(SEGMENT, STORE, 7, fmt.FLAG_DIRECT, bytes(16)), 5, MIB)
+        try:
+            if adopted:
+                made.append([record(1)], *described, 99)
+                files.done.clear()
+                adopt(directory, made).close()
+            assert files.done.count("shared direct") == 1
+            assert files.done.index("shared") < files.done.index("shared direct")
+        finally:
+            made.close()
+
+
+@pytest.mark.parametrize("there", [True, False])
+def test_a_segment_is_synced_for_its_owner_if_it_is_there(
+    directory: Directory, writer: SegmentWriter, there: bool
+) -> None:
+    files = directory.files = Noting()
+    if there:
+        sync_segment(directory, SEGMENT)
+        assert files.done == ["sync"]
+    else:
+        with pytest.raises(FileNotFoundError):
+            sync_segment(directory, STORE)
+
+
+def test_an_entry_says_where_the_next_table_is_and_nothing_else(
+    directory: Directory, writer: SegmentWriter, described: tuple[bytes, bytes]
+) -> None:
+    writer.append([record(n) for n in range(SLOTS + 3)], *described, 99)
+    found = scan(directory)
+    (chain,) = (e for e in found.entries if e.kind == fmt.KIND_CHAIN)
+    assert chain == fmt.Entry(
+        fmt.KIND_CHAIN, 0, 0, SLOTS - 1, 1, 0, 0, 0, bytes(8), found.table, 0, 0, 0, 0, bytes(32), bytes(32), bytes(16),
+        bytes(8),
+    )  # fmt: skip
+    assert found.table == writer.table and len(found.entries) == SLOTS + 5

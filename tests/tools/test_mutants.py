@@ -231,3 +231,32 @@ def test_what_is_noted_of_a_file_replaces_what_was_noted_before(tmp_path: Path) 
     known = Experience(tmp_path / "tests.json", {"a.py::old": 1.0, "b.py::one": 2.0}, {}, ["a.py::old", "b.py::one"])
     known.learn("a.py", {"a.py::new": 3.0}, [])
     assert known.seconds == {"b.py::one": 2.0, "a.py::new": 3.0} and known.failing == ["b.py::one"]
+
+
+CAUGHT = """import os
+try:
+    pass
+except os.error:
+    pass
+except (KeyError, os.error):
+    pass
+except ValueError:
+    pass
+except:
+    pass
+"""
+
+
+def test_every_exception_of_a_sample_can_be_replaced(tmp_path: Path) -> None:
+    pytest.importorskip("cosmic_ray", reason="cosmic-ray is not installed (pip install -e .[mutants])")
+    from tools.mutants import sample
+    from tools.mutants.__main__ import mutated
+
+    (tmp_path / "m.py").write_text(CAUGHT)
+    changes = [change for found in sample.places_of(tmp_path / "m.py").values() for change in found]
+    replaced = [change for change in changes if change.operator_name == "core/ExceptionReplacer"]
+    assert [change.start_pos[0] for change in replaced] == [6, 8]
+    for change, line in zip(
+        replaced, ("except (CosmicRayTestingException, os.error):", "except CosmicRayTestingException:"), strict=True
+    ):
+        assert line in mutated(change).splitlines()

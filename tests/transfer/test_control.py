@@ -100,6 +100,17 @@ def test_a_forked_child_does_not_wait_for_its_parent() -> None:
     assert run_child(child) == ["this transfer belongs to the parent "] * 4
 
 
+@pytest.mark.parametrize("call", ["layer_ready", "cancel", "withdraw"])
+def test_the_transfer_of_another_process_is_refused(call: str) -> None:
+    made, _ = control()
+    made.done._pid += 1  # as in a forked child
+    with pytest.raises(ConfigError, match="belongs to the parent process: attach again and start a new one here"):
+        getattr(made, call)(0)
+    with pytest.raises(ConfigError, match="belongs to the parent process"):
+        made.done.wait(0.0)
+    assert made.state is TransferState.QUEUED, "it is not stopped"
+
+
 # -- outcomes ----------------------------------------------------------------------------------
 
 
@@ -313,3 +324,57 @@ def test_a_chunk_counts_for_the_slowest_tier_of_its_pages() -> None:
     assert tiers.slowest({0: 0b0011})[slow] == 0b0010 and tiers.slowest({})[fast] == 0
     tiers.note(0, 0b0110, fast)
     assert tiers.slowest({0: 0b1111})[slow] == 0
+
+
+def test_one_thread_calls_back_although_others_have_events_too() -> None:
+    begun, go_on, seen = threading.Event(), threading.Event(), list[int]()
+
+    def callback(page: PageDone) -> None:
+        if page.chunk == 0:
+            begun.set()
+            assert go_on.wait(30.0)
+        seen.append(page.chunk)
+
+    made, _ = control({0: 0b111}, on_page=callback)
+    made.settle(0, 0b001, PageOutcome.STORED)
+    first = threading.Thread(target=made._dispatch)
+    first.start()
+    assert begun.wait(30.0)
+    for chunk in (1, 2):
+        made.settle(0, 1 << chunk, PageOutcome.STORED)
+        in_thread(made._dispatch)
+        assert seen == [] and made._dispatching, "the first callback has not returned"
+    go_on.set()
+    first.join(30.0)
+    assert seen == [0, 1, 2] and not made._dispatching
+
+
+def test_an_end_that_was_broken_off_is_done_by_another_thread() -> None:
+    made, told = control()
+    lease: Any = Lease()
+    assert made.own(lease)
+    made.settle(0, 0b0011, PageOutcome.STORED)
+    made._moving = made._touching = 1  # an interrupt has struck in the end of a step
+    made.end_again()
+    assert made.done.is_set() and made.stopped and told == ["end"] and lease.released == 1
+    assert made.result is not None and (made.result.pages, made.result.declined) == (2, 4)
+    state = made.state
+    made.enter(TransferState.COPYING)
+    with made.step() as allowed:
+        assert not allowed
+    made.end()
+    made.end_again()
+    assert told == ["end"] and lease.released == 1 and made.state is state, "once"
+
+
+def test_a_cancel_that_waits_for_bytes_goes_on_when_a_broken_end_is_done_again() -> None:
+    made, _ = control()
+    made._moving = made._touching = 1
+    waits = threading.Thread(target=made.cancel, args=(5.0,))
+    waits.start()
+    while not made.stopped:
+        time.sleep(0.001)
+    began = time.monotonic()
+    made.end_again()
+    waits.join(5.0)
+    assert not waits.is_alive() and time.monotonic() - began < 4.0

@@ -736,6 +736,38 @@ def test_a_load_that_gets_no_slot_says_so(ns: kvfs.Namespace) -> None:
         lease.release()
 
 
+def test_a_load_without_a_slot_is_declined_for_the_ring_though_there_is_time(
+    ns: kvfs.Namespace, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    saved(ns, 3)
+    with ns.attach(Engine(seed=None).kv) as io, ns.match(prompt(3)) as match:
+        monkeypatch.setattr(io.ring, "acquire", lambda *_, **__: None)  # as of a ring that is closed
+        result = io.load(match, blocks(3), deadline=LATE).wait(SECONDS)
+        assert result is not None and (result.tokens, result.declined, result.reason) == (0, 3, "ring")
+
+
+def test_what_a_transfer_does_unless_it_is_asked_for_more(ns: kvfs.Namespace, monkeypatch: pytest.MonkeyPatch) -> None:
+    made: list[Any] = []
+
+    def noting(kind: Callable[..., Any]) -> Callable[..., Any]:
+        def make(*args: Any, **how: Any) -> Any:
+            made.append(kind(*args, **how))
+            return made[-1]
+
+        return make
+
+    with ns.attach(Engine().kv) as io:
+        monkeypatch.setattr(io, "_save", noting(io._save))
+        monkeypatch.setattr(io, "_load", noting(io._load))
+        assert io.save(ns.plan_save(prompt(3)), blocks(3)).wait(SECONDS)
+        with ns.match(prompt(3)) as match:
+            assert io.load(match, blocks(3)).wait(SECONDS)
+    save, load = made
+    assert (save.gentle, save.attempt) == (False, bytes(8))
+    request = load._request
+    assert (request.gentle, request.layerwise, request.first_token, request.begun) == (False, False, 0, None)
+
+
 def test_the_match_may_be_closed_while_it_loads(ns: kvfs.Namespace, store: kvfs.Store) -> None:
     engine, other, event = saved(ns, 3), Engine(seed=None), threading.Event()
     with ns.attach(other.kv) as io:

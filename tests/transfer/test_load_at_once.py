@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -14,6 +16,7 @@ from kvfs.read.fetch import Fetcher
 from kvfs.system.files import Files
 from kvfs.transfer import at_once
 from kvfs.transfer import load as host_load
+from kvfs.transfer.at_once import LoadsAtOnce
 from kvfs.transfer.host_io import HostIO
 from tests.transfer.test_host_io import LATE, LAYOUT, SECONDS, Engine, Gate, Log, blocks, flip, prompt, saved, settled
 
@@ -281,3 +284,33 @@ def test_in_mode_staging_no_page_comes_into_the_page_cache(disk_path: Path) -> N
         with path.open("rb") as file:
             size = path.stat().st_size
             assert (Files().cached_bytes(file.fileno(), 0, size) or 0) < size // 2
+
+
+def test_the_first_loads_are_taken_up_to_so_many_bytes_of_small_ones(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(at_once, "TOGETHER_BYTES", 10)
+    nothing: Any = None
+    made, taken = LoadsAtOnce(nothing), list[int]()
+    monkeypatch.setattr(made, "_run", lambda loads: taken.append(len(loads)))
+    loads: Any = deque(SimpleNamespace(nbytes=nbytes, is_small=nbytes <= 5) for nbytes in (5, 99, 99, 4, 1, 5, 99, 5))
+    while loads:
+        made.run_some(loads)
+    assert taken == [5, 3]
+    loads = deque(SimpleNamespace(nbytes=99, is_small=False) for _ in range(30))
+    made.run_some(loads)
+    assert taken == [5, 3, 30], "what is not small is not copied here"
+
+
+def test_where_pages_go_is_found_out_once_for_loads_from_the_first_token_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[tuple[Any, ...]] = []
+
+    def targets(*args: Any) -> Any:
+        asked.append(args)
+        return len(asked)
+
+    monkeypatch.setattr(at_once, "targets", targets)
+    nothing: Any = None
+    made: Any = LoadsAtOnce(nothing)
+    one, two = (SimpleNamespace(number=n, group=f"g{n}", part="p", device="d") for n in (1, 2))
+    assert [made._targets_of(one, 0), made._targets_of(two, 0), made._targets_of(one, 0)] == [1, 2, 1]
+    assert [made._targets_of(one, 5), made._targets_of(one, 5)] == [3, 4]
+    assert asked == [("g1", "p", "d"), ("g2", "p", "d"), ("g1", "p", "d", 5), ("g1", "p", "d", 5)]

@@ -1,18 +1,18 @@
-"""The steps of a save and the unit ids of an engine, each by itself."""
+"""The steps of a save, each by itself."""
 
 from __future__ import annotations
 
-from array import array
+import contextlib
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-from kvfs.errors import ConfigError
 from kvfs.transfer import save as save_module
 from kvfs.transfer.save import Batch, Save, _together, stored
-from kvfs.transfer.units import UNITS_MAX, UnitIds, check_enough, checked_units, chunks_covered, to_load
+from kvfs.transfer.staging import SlotState
+from kvfs.transfer.units import UnitIds
 from kvfs.types import PageOutcome
 
 MIB = 1 << 20
@@ -24,68 +24,6 @@ def attached(number: int = 0, *, kind: str = "all", page_bytes: int = MIB, per_p
     )
     group = SimpleNamespace(name=f"g{number}", need=SimpleNamespace(kind=kind))
     return SimpleNamespace(number=number, page_bytes=page_bytes, device=device, group=group)
-
-
-# -- unit ids ----------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("given", "first", "ids", "complete"),
-    [
-        ([5, 6], 0, [5, 6], True), ([5, -1], 0, [5, -1], False), ([5, 6], 2, [-1, -1, 5, 6], False), ([], 0, [], True),
-        ((0, 99), 0, [0, 99], True), (array("q", [3]), 0, [3], True), ({"g0": [7]}, {"g0": 1}, [-1, 7], False),
-        (SimpleNamespace(tolist=lambda: [4]), 0, [4], True),
-    ],
-)  # fmt: skip
-def test_unit_ids_are_numbers_of_units(given: Any, first: Any, ids: list[int], complete: bool) -> None:
-    found = checked_units({"g0": attached()}, given, first)
-    assert list(found) == [0] and list(found[0]) == ids and found[0].complete is complete
-
-
-@pytest.mark.parametrize(
-    ("given", "first", "message"),
-    [
-        ([100], 0, "units of group g0 reach from 100 to 100: pass ids in 0..99, -1 for none"),
-        ([-2, 5], 0, "units of group g0 reach from -2 to 5"),
-        ([5, 1 << 70], 0, "pass a flat sequence of integers"),
-        ([1.5], 0, "pass a flat sequence of integers"),
-        (5, 0, "pass a flat sequence of integers"),
-        (b"12345678", 0, "pass a flat sequence of integers"),
-        ({"x": [1]}, 0, r"units names group 'x'; attached are \['g0'\]"),
-        ([1], -1, "first_unit of group 'g0' is -1: pass 0 to 16777216"),
-        ([1], UNITS_MAX + 1, "first_unit of group 'g0' is 16777217"),
-        ([1], True, "first_unit of group 'g0' is True"),
-        ({"g0": [1]}, {"x": 1}, "first_unit of group 'x' is 1"),
-    ],
-)
-def test_what_is_no_unit_is_refused(given: Any, first: Any, message: str) -> None:
-    with pytest.raises(ConfigError, match=message):
-        checked_units({"g0": attached()}, given, first)
-
-
-def test_several_groups_have_units_each() -> None:
-    both = {"g0": attached(0), "g1": attached(1)}
-    with pytest.raises(ConfigError, match="units must map each of the groups"):
-        checked_units(both, [1])
-    assert {n: list(ids) for n, ids in checked_units(both, {"g1": [1], "g0": [2, 3]}).items()} == {0: [2, 3], 1: [1]}
-
-
-@pytest.mark.parametrize(("ids", "covered"), [(0, 0), (1, 0), (2, 1), (3, 1), (7, 3), (8, 4), (9, 4)])
-def test_how_many_chunks_have_all_their_units(ids: int, covered: int) -> None:
-    one, numbers = attached(), UnitIds("q", range(ids))
-    assert chunks_covered(one, numbers, 4) == covered and chunks_covered(one, numbers, 0) == 0
-    check_enough(one, numbers, range(covered))
-    check_enough(one, numbers, range(0))
-    with pytest.raises(ConfigError, match=f"g0 has {ids} ids, {2 * covered + 2} are needed; pass -1 to leave one"):
-        check_enough(one, numbers, range(covered + 1))
-
-
-def test_pages_without_any_unit_are_not_loaded() -> None:
-    ids = UnitIds("q", [1, 2, -1, 4, -1, -1])
-    ids.complete = False
-    assert to_load(attached(), ids, range(3)) == [0, 1]
-    ids.complete = True
-    assert to_load(attached(), ids, range(3)) == [0, 1, 2]
 
 
 # -- a save ------------------------------------------------------------------------------------
@@ -233,3 +171,96 @@ def test_a_save_ends_when_all_is_gathered_and_written() -> None:
 def test_a_chunk_of_which_a_page_was_stored_counts_once() -> None:
     done: Any = {PageOutcome.STORED: {0: 0b0110, 1: 0b1100}, PageOutcome.SKIPPED: {0: 0b1}}
     assert stored(done) == 3 and stored({}) == 0
+
+
+class FakeLease:
+    """So many slots; notes the states that they get."""
+
+    def __init__(self, size: int, states: list[Any]) -> None:
+        self._size, self.states = size, states
+
+    def __len__(self) -> int:
+        return self._size
+
+    def move(self, state: SlotState) -> None:
+        self.states.append(state)
+
+    def release(self) -> None:
+        self.states.append("released")
+
+
+def gathering(**how: Any) -> tuple[Any, list[str], list[Any], list[Any]]:
+    """A save of four pages whose ring gives two slots at a time: (save, notes, states of slots, chunks handed over)."""
+    made, noted, _ = save([(attached(), [0, 1, 2, 3])])
+    states, handed, asked = list[Any](), list[Any](), list[Any]()
+    leases = iter(how.get("leases", [2, 2]))
+
+    def acquire(pages: int, deadline: float, **options: Any) -> FakeLease | None:
+        asked.append((pages, options["least"], options["keep"]))
+        size = next(leases)
+        return FakeLease(size, states) if size else None
+
+    made.context.ring.acquire = acquire
+    made.context.batch = lambda size: 3
+    made.context.writes = SimpleNamespace(stalled_at=lambda: 0.0, one=contextlib.nullcontext)
+    made.context.late = lambda transfer: how.get("late", False)
+    made.transfer.deadline, made.transfer.stopped = 5.0, how.get("stopped", False)
+    made.transfer.own = lambda lease: how.get("owns", True)
+    made.transfer.step = lambda **_: contextlib.nullcontext(how.get("allowed", True))
+    made._fill = lambda batch: states.append(f"filled {batch.chunks}")
+    made._hand_over = lambda batches: handed.extend(batch.chunks for batch in batches)
+    made.asked = asked
+    return made, noted, states, handed
+
+
+def test_pages_are_gathered_as_slots_come() -> None:
+    made, noted, states, handed = gathering()
+    assert made._gather(made.pages[0][0], [0, 1, 2, 3]) is True
+    assert handed == [[0, 1], [2, 3]] and made.asked == [(3, 1, 0), (2, 1, 0)] and noted == []
+    assert states == ["filled [0, 1]", SlotState.FULL, "filled [2, 3]", SlotState.FULL]
+
+
+@pytest.mark.parametrize(
+    ("how", "noted", "handed"),
+    [
+        ({"stopped": True}, [], []), ({"late": True}, [], []), ({"leases": [2, 0]}, ["ring"], [[0, 1]]),
+        ({"owns": False}, [], []), ({"allowed": False}, [], []),
+    ],
+)  # fmt: skip
+def test_a_save_that_may_not_go_on_gathers_no_other_group(how: Any, noted: list[str], handed: list[Any]) -> None:
+    made, notes, _, found = gathering(**how)
+    assert made._gather(made.pages[0][0], [0, 1, 2, 3]) is False
+    assert notes == noted and found == handed
+
+
+def test_pages_behind_a_decline_are_not_gathered_and_the_next_group_is() -> None:
+    made, _, _, handed = gathering()
+    made.limit = 2
+    assert made._gather(made.pages[0][0], [0, 1, 2, 3]) is True and handed == [[0, 1]]
+    assert made._gather(made.pages[0][0], [2, 3]) is True and made._gather(made.pages[0][0], []) is True
+
+
+@pytest.mark.parametrize("allowed", [True, False])
+def test_slots_drain_while_they_are_appended_and_are_released_in_any_case(allowed: bool) -> None:
+    made, noted, states, _ = gathering(allowed=allowed)
+    made._unwritten, made._gathering = 1, False
+    made._append = lambda batches, lane: states.append((len(batches), lane))
+    batches = [Batch(made.pages[0][0], [n], FakeLease(1, states)) for n in range(2)]  # type: ignore[arg-type]
+    made._write(batches, 7)
+    appended = [SlotState.DRAINING, SlotState.DRAINING, (2, 7)]
+    assert states == [*(appended if allowed else []), "released", "released"] and noted == ["end"]
+
+
+def test_an_append_that_raises_fails_the_save_and_releases_its_slots(monkeypatch: pytest.MonkeyPatch) -> None:
+    made, noted, states, _ = gathering()
+    made._unwritten, made._gathering = 2, False
+    failed: list[BaseException] = []
+    monkeypatch.setattr(save_module, "fail", lambda transfer, exc: failed.append(exc))
+
+    def append(*_: Any) -> None:
+        raise ValueError("x")
+
+    made._append = append
+    made._write([Batch(made.pages[0][0], [0], FakeLease(1, states))], 0)  # type: ignore[arg-type]
+    assert states == [SlotState.DRAINING, "released"] and [str(exc) for exc in failed] == ["x"]
+    assert made._unwritten == 1 and noted == [], "another append is under way"

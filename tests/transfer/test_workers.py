@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 
 from kvfs.errors import ConfigError
+from kvfs.transfer.unfinished import Unfinished
 from kvfs.transfer.workers import JobThreads, TransportContext, Writes, fail, make_ring, wait_for
 from kvfs.types import TransferState
 from tests.stores import wait_until
@@ -207,3 +208,20 @@ def test_a_ring_that_holds_no_page_is_refused(ring: int, dirty: int | None, mess
     attached: Any = [SimpleNamespace(page_bytes=100)]
     with pytest.raises(ConfigError, match=message):
         make_ring(context_of(), attached, ring, dirty)
+
+
+def test_nothing_waits_for_these_threads_when_the_interpreter_ends(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What runs at the exit would find a queue whose threads are gone."""
+    made: list[Any] = []
+
+    def finalize(*args: Any) -> Any:
+        made.append(SimpleNamespace(atexit=True, args=args))
+        return made[-1]
+
+    monkeypatch.setattr("weakref.finalize", finalize)
+    threads, late = JobThreads("test", 2), Unfinished(Clock())
+    assert [one.atexit for one in made] == [False, False]
+    assert [one.args[0] for one in made] == [threads, late]
+    assert all(thread.daemon for thread in threads._threads)
+    threads.close(10.0)
+    late.dismiss()

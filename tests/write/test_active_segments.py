@@ -378,6 +378,7 @@ def test_where_nothing_can_be_evicted_a_segment_of_the_quota_is_sealed(
         active._used_at[one] += n
     slept: list[float] = []
     monkeypatch.setattr(active._c.files, "sleep", slept.append, raising=False)
+    locks = [active.lock(one) for one in (ANY, *lanes)]  # one that nothing refers to is forgotten
     with active.lock(lanes[1]):
         assert active._seal_other(b"chatchat", lanes[0])
         assert active.active_numbers() == {1, 2, 3} and slept == [], "neither the caller's nor the one in use"
@@ -386,7 +387,7 @@ def test_where_nothing_can_be_evicted_a_segment_of_the_quota_is_sealed(
     assert active._seal_other(b"chatchat", lanes[0])
     assert active.active_numbers() == {1, 2}
     assert not active._seal_other(b"chatchat", lanes[0]) and slept == [0.005]
-    assert not active.lock(lanes[1]).locked()
+    assert not any(lock.locked() for lock in locks)
     monkeypatch.setattr(active, "_make_room", lambda *_, **__: False)
     sealed: list[bytes] = []
     monkeypatch.setattr(active, "_seal_other", lambda owner, own: sealed.append(owner) or len(sealed) < 3)  # type: ignore[func-returns-value]
@@ -459,3 +460,82 @@ def test_a_close_waits_for_appends_in_sum(
     assert asked == [5.0, 2.0, 0.0] and active.active_numbers() == {1, 3}
     owners = [row.owner == active._c.owner for row in rows(store)]
     assert owners == [True, False, True]
+
+
+def test_a_forked_child_owns_no_segment_and_waits_for_no_lock(store: kvfs.Store, active: ActiveSegments) -> None:
+    put(store, 1, 2)
+    active.note_dirty(ANY)
+    active._pending_steps.append((9, "generation", ledger.mark_dropped))
+    writer, lock = active._writers[ANY].writer, active.lock(ANY)
+    with lock:  # of a thread that only the parent has
+        active.abandon()
+        assert writer._file.fd < 0 and active.active_numbers() == set()
+        assert not active.lock(ANY).locked()
+        active._take_pending_steps()
+        active.sync_dirty()
+        assert active.close()
+    assert rows(store)[0].state == ACTIVE, "the parent's"
+
+
+@pytest.mark.parametrize("how", ["sealed", "closed", "trimmed"])
+def test_nothing_is_kept_of_a_class_without_a_segment(store: kvfs.Store, active: ActiveSegments, how: str) -> None:
+    put(store, 1, 2)
+    active.note_dirty(ANY)
+    assert ANY in active._used_at
+    writer = active._writers[ANY].writer
+    if how == "sealed":
+        active.finish(ANY)
+    elif how == "closed":
+        active.close_for_appends(ANY)
+    else:
+        active.close()
+    assert ANY not in active._writers and active.active_numbers() == set()
+    assert writer._file.fd < 0
+    assert ANY not in active._used_at or how == "trimmed"
+    assert ANY not in active._dirty or how == "trimmed"
+    active.close_for_appends(ANY)  # of a class that has none
+    active.finish(ANY)
+
+
+def test_a_trimmed_segment_is_synced_once_at_level_batch(memory_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with kvfs.open(memory_path / "store", capacity="16MiB", sync="batch") as store:
+        store._shared.background.stop()
+        active, synced = store._shared.services().active, list[int]()
+        monkeypatch.setattr(active, "sync", lambda writer: synced.append(writer.number))
+        put(store, 1, 2)
+        assert ANY in active._dirty
+        for _ in range(2):
+            active._used_at[ANY] = active._c.files.monotonic() - 11.0
+            active.tidy()
+            active.sync_dirty()
+        assert synced == [1] and ANY not in active._dirty
+
+
+def test_a_row_that_may_be_used_keeps_no_other_from_being_released(store: kvfs.Store, active: ActiveSegments) -> None:
+    for one in (ANY, CHAT):
+        active.writer(one, 28 * KIB, 28 * KIB, lambda writer: 0, RoomWait(0.0))
+    lost = [active._writers.pop(one).writer for one in (ANY, CHAT)]
+    free = active.class_locks.is_free_within
+    active.class_locks.is_free_within = lambda key, *how: key.class_id == CHAT.class_id and free(key, *how)  # type: ignore[assignment,method-assign,attr-defined]
+    active.tidy()
+    assert [row.state for row in rows(store)] == [ACTIVE, DROPPED]
+    del active.class_locks.is_free_within
+    for writer in lost:
+        writer.close()
+
+
+@pytest.mark.parametrize("generation", ["0", "g"])
+def test_a_segment_of_another_index_takes_no_more_appends(
+    store: kvfs.Store, active: ActiveSegments, generation: str
+) -> None:
+    """The names of generations have no order."""
+    put(store, 1, 2)
+    made = active._writers[ANY]
+    active._writers[ANY] = made._replace(generation=generation)
+    active._used_at[ANY] -= 11.0
+    active.tidy()
+    assert active.active_numbers() == set() and made.writer._file.fd < 0
+    put(store, 2, 2)
+    made = active._writers[ANY]
+    active._writers[ANY] = made._replace(generation=generation)
+    assert put(store, 3, 2).stored == 2 and active._writers[ANY].writer is not made.writer

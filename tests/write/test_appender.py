@@ -17,7 +17,7 @@ from kvfs.index import ledger
 from kvfs.lookup.search import Prompt
 from kvfs.pages.identity import Identity
 from kvfs.write import class_locks
-from kvfs.write.active_segments import Declined, RoomWait
+from kvfs.write.active_segments import Declined, RoomWait, SegmentClass
 from kvfs.write.appender import ANYTHING, Appender, AppendJob, Outcome, PartShape, _runs_of, check_pages_fit
 from tests.stores import TINY_BYTES, counters, seeded, tiny, tokens_of
 
@@ -220,3 +220,47 @@ def test_a_page_may_be_as_large_as_a_segment_of_the_store() -> None:
             continue
         with pytest.raises(NoSpaceError, match=r"has 1048576 bytes, a segment of this store may hold 1048576: use a"):
             check_pages_fit(layout, 100, settings)
+
+
+def test_where_a_whole_step_of_a_segment_has_no_room_the_append_alone_may(
+    store: kvfs.Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    put(store, 1, 1)
+    asked: list[int] = []
+    reserve = ledger.reserve
+
+    def noting(session: Any, number: int, row: Any, allocated: int, records: int, limits: Any) -> None:
+        asked.append(allocated)
+        if len(asked) == 1:
+            raise ledger.NeedSpaceError(1)
+        reserve(session, number, row, allocated, records, limits)
+
+    monkeypatch.setattr(ledger, "reserve", noting)
+    assert put(store, 2, 20).stored == 20
+    step, alone = asked
+    (row,) = (row for _, row in store._shared.c.index.read(lambda s: s.segments(), 5.0))
+    size = store._shared.services().active._writers[SegmentClass()].writer.allocated
+    assert alone == size < step and alone % 4096 == 0 and row.allocated >= alone
+
+
+def test_a_segment_that_was_dropped_meanwhile_takes_no_more(
+    store: kvfs.Store, appender: Appender, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    put(store, 1, 2)
+    active = appender._active
+    before = active._writers[SegmentClass()].writer
+
+    def stale(*_: Any) -> None:
+        raise ledger.StaleWriterError
+
+    with monkeypatch.context() as patch:
+        patch.setattr(appender, "_claim", stale)
+        result = put(store, 2, 3)
+    assert (result.stored, result.declined, result.reason) == (0, 3, "index")
+    assert SegmentClass() not in active._writers and before._file.fd < 0
+    assert put(store, 2, 3).stored == 3
+
+
+def test_the_smallest_segment_is_one_of_a_page_unless_more_are_named() -> None:
+    job = job_of(3)
+    assert job.need_fresh() == job.need_fresh(1) < job.need_fresh(2) < job.need_fresh(5)

@@ -75,3 +75,9 @@ def test_pages_of_one_block_and_raw_batches_are_not_tried() -> None:
     counters = Counters()
     assert encode_records([even(1)], fmt.CODEC_RAW, 0, counters) == [even(1)]
     assert encode_records([], fmt.CODEC_ZSTD, 0, counters) == [] and not counters.snapshot()
+
+
+@pytest.mark.parametrize(("dense", "shrink"), [(0, 4), (2, 3), (5, 1)])
+def test_pages_of_both_kinds_are_counted(dense: int, shrink: int) -> None:
+    _, counts = encoded([*(even(n) for n in range(shrink)), *(noise(shrink + n) for n in range(dense))])
+    assert (counts["pages_encoded"], counts["pages_incompressible"]) == (shrink, dense)

@@ -12,6 +12,8 @@ import pytest
 
 import kvfs
 from kvfs.format import segment as fmt
+from kvfs.index import ledger
+from kvfs.index.ledger import NeedSpaceError
 from kvfs.segments.open_segments import OpenSegment
 from kvfs.write import relocate
 from kvfs.write.active_segments import Declined, SegmentClass
@@ -216,3 +218,46 @@ def test_records_whose_descriptor_cannot_be_read_are_not_copied(
         with pytest.raises(Declined, match="io"):
             copy(store, [1, 2], recode=fmt.CODEC_ZSTD)
     assert copy(store, [1, 2]) == 2
+
+
+@pytest.mark.parametrize("seqs", [[1, 2], [1, 2, 3]])
+def test_copies_keep_the_times_at_which_their_pages_were_used(store: kvfs.Store, seqs: list[int]) -> None:
+    """The descriptor of their namespace comes first: the last record has an even number, or an odd one."""
+    c = store._shared.c
+    opened = held(store)
+    c.access_times.stamp(opened.segment_id, 1, [1001, 1002, 1003])
+    assert copy(store, seqs) == len(seqs)
+    rows = dict(c.index.read(lambda s: s.segments(), 5.0))
+    (row,) = (row for row in rows.values() if row.flags & fmt.FLAG_CARRIED)
+    assert list(c.access_times.raw(row.segment_id)) == [0, *(1000 + seq for seq in seqs)]
+
+
+def test_copies_are_charged_before_they_are_written_and_declined_where_there_is_no_room(
+    store: kvfs.Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    c, opened = store._shared.c, held(store)
+    assert copy(store, [1]) == 1
+    before = {p.name: p.stat().st_size for p in (Path(store.path) / "segments").iterdir()}
+    asked: list[tuple[int, int]] = []
+    reserve = ledger.reserve
+
+    def noting(session: Any, number: int, row: Any, allocated: int, records: int, limits: Any) -> None:
+        asked.append((allocated, records))
+        reserve(session, number, row, allocated, records, limits)
+
+    monkeypatch.setattr(ledger, "reserve", noting)
+    assert relocator(store).copy(TARGET, 1, opened, list(range(2, 11))) == PAGES - 1
+    (row,) = (row for _, row in c.index.read(lambda s: s.segments(), 5.0) if row.flags & fmt.FLAG_CARRIED)
+    ((allocated, records),) = asked
+    size = (Path(store.path) / "segments" / f"{row.segment_id.hex()}.kvs").stat().st_size
+    assert size == allocated >= before[f"{row.segment_id.hex()}.kvs"]
+    assert records >= row.records == 1 + PAGES and row.allocated == ledger.charge(allocated, records)
+
+    def full(*_: Any) -> None:
+        raise NeedSpaceError(1)
+
+    monkeypatch.setattr(ledger, "reserve", full)
+    for recode in (None, fmt.CODEC_ZSTD):
+        with pytest.raises(Declined, match="space"):
+            relocator(store).copy(TARGET, 1, opened, [12, 13], recode=recode)
+    assert restored(store.namespace("two", tiny(), "1"), tokens_of(1, PAGES)) == seeded(1, PAGES * TINY_BYTES)

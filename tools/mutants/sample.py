@@ -65,6 +65,7 @@ def span(node: Any) -> Span:
 def unseen(source: str) -> list[Span]:
     """Spans that no run of the program can tell from another: annotations, blocks and overloads for type checkers, and
     assertions that never fail in a right program: ``strict=True`` of ``zip``, ``frozen`` and ``slots`` of a dataclass.
+    And exceptions whose names have a dot: cosmic-ray fails when it is to replace them.
     """
     spans: list[Any] = []
     for node in ast.walk(ast.parse(source)):
@@ -72,6 +73,8 @@ def unseen(source: str) -> list[Span]:
             spans += [node.returns, *(d for d in node.decorator_list if ast.unparse(d) == "overload")]
         elif isinstance(node, (ast.arg, ast.AnnAssign)):
             spans.append(node.annotation)
+        elif isinstance(node, ast.ExceptHandler) and node.type is not None:
+            spans += [name for name in ast.walk(node.type) if isinstance(name, ast.Attribute)]
         elif isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING":
             spans.append(node)
         elif isinstance(node, ast.Call):
