@@ -103,7 +103,8 @@ class Ceph:
 
     def start_gateway(self) -> None:
         """Start the gateway, if it does not run, and wait until it answers. CephError."""
-        frontend = f"--rgw_frontends=beast endpoint=0.0.0.0:{self.port}"
+        # by default each small answer on a used connection waits 40 ms for the acknowledgement of its head
+        frontend = f"--rgw_frontends=beast endpoint=0.0.0.0:{self.port} tcp_nodelay=1"
         self._spawn("radosgw", "-f", "-n", "client.admin", frontend)
         end = time.monotonic() + START_SECONDS
         while not self._asked("GET", self.endpoint):

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
+from itertools import islice
 from typing import NamedTuple, Protocol, TypeAlias
 
 from kvfs.bundles.exporter import TooLargeError, entry_problem
@@ -16,7 +17,7 @@ from kvfs.directory.config import quota_id
 from kvfs.directory.root import translate_os_errors
 from kvfs.errors import ConfigError, IndexUnavailableError, NoSpaceError
 from kvfs.format import segment as fmt
-from kvfs.format.checksums import LEAF_BYTES
+from kvfs.format.checksums import LEAF_BYTES, leaf_table, root_of
 from kvfs.format.codec import CodecError, decoded, fits
 from kvfs.format.segment import Entry
 from kvfs.index import ledger
@@ -49,41 +50,58 @@ class Page(NamedTuple):
 
 def read_pages(
     fd: int, files: Files, scan: Scan, page_limit: int, page_bytes_max: int = 1 << 62,
-    step: Callable[[], None] = lambda: None,
+    step: Callable[[], None] = lambda: None, first: int = 0,
 ) -> Iterator[tuple[Entry, Page | str]]:  # fmt: skip
-    """Each record of a segment with its verified page, or with the reason why it does not verify.
+    """Each record of a segment, from number ``first`` on, with its verified page or why it does not verify.
 
     A page of more than ``page_limit`` bytes counts as one that does not. TooLargeError at a page of more than
     ``page_bytes_max``. ``step`` is called before each record.
     """
     known: dict[int, tuple[Described, bytes] | None] = {}
-    for entry in scan.parts():
+    for entry in islice(scan.parts(), first, None):
         step()
         if entry.ns_seq not in known:
             known[entry.ns_seq] = _described(fd, files, scan, entry.ns_seq)
         named = known[entry.ns_seq]
-        if named is None or entry.group >= len(named[0].layout.groups):
+        if named is None:
             yield entry, "its namespace record is damaged"
-            continue
-        group = named[0].layout.groups[entry.group]
-        try:
-            part = Part.unpack(entry.part)
-            if not fits(entry.codec, entry.stored_bytes, group.part_bytes(part)):
-                yield entry, "its size or codec contradicts the layout"
-                continue
-            if group.part_bytes(part) > page_bytes_max:
-                raise TooLargeError(f"it has a page of {group.part_bytes(part)} bytes")
-            if group.part_bytes(part) > page_limit:
-                yield entry, f"a page of {group.part_bytes(part)} bytes is more than this store's capacity allows"
-                continue
-            payload = files.read_view(fd, entry.stored_bytes, entry.payload)
-            raw = decoded(payload, entry.codec, group.part_bytes(part))
+        else:
+            yield entry, read_page(fd, files, entry, named, page_limit, page_bytes_max)
+
+
+def read_page(
+    fd: int, files: Files, entry: Entry, named: tuple[Described, bytes], page_limit: int, page_bytes_max: int = 1 << 62,
+    *, has_table: bool = True,
+) -> Page | str:  # fmt: skip
+    """The page of a record, verified, or the reason why it does not verify. ``named``: what its namespace record says.
+
+    ``has_table``: its leaf table is there to be read, too; if not, the page has to have the root of its entry.
+    TooLargeError as of ``read_pages``.
+    """
+    if entry.group >= len(named[0].layout.groups):
+        return "its namespace record is damaged"
+    group = named[0].layout.groups[entry.group]
+    try:
+        part = Part.unpack(entry.part)
+        if not fits(entry.codec, entry.stored_bytes, group.part_bytes(part)):
+            return "its size or codec contradicts the layout"
+        if group.part_bytes(part) > page_bytes_max:
+            raise TooLargeError(f"it has a page of {group.part_bytes(part)} bytes")
+        if group.part_bytes(part) > page_limit:
+            return f"a page of {group.part_bytes(part)} bytes is more than this store's capacity allows"
+        payload = files.read_view(fd, entry.stored_bytes, entry.payload)
+        raw, leaf_bytes = decoded(payload, entry.codec, group.part_bytes(part)), group.leaf_bytes(part)
+        if has_table:
             table = files.read(fd, LEAF_BYTES * group.leaves(part), entry.leaves)
-        except (ConfigError, CodecError, OSError) as exc:
-            yield entry, str(exc)
-            continue
-        why = entry_problem(raw, table, entry, group.leaf_bytes(part))
-        yield entry, why or Page(entry, payload, table, *named, group, part)
+        else:
+            table = leaf_table(raw, leaf_bytes)
+    except (ConfigError, CodecError, OSError) as exc:
+        return str(exc)
+    if has_table:
+        why = entry_problem(raw, table, entry, leaf_bytes)
+    else:
+        why = "" if root_of(table) == entry.root else "leaf checksums and root disagree"
+    return why or Page(entry, payload, table, *named, group, part)
 
 
 def _described(fd: int, files: Files, scan: Scan, ns_seq: int) -> tuple[Described, bytes] | None:

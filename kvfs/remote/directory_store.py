@@ -11,7 +11,7 @@ import os
 import re
 import stat
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 from kvfs.errors import ConfigError
 from kvfs.remote.object_store import Fetched, Listed, RemoteError
@@ -19,6 +19,7 @@ from kvfs.remote.object_store import Fetched, Listed, RemoteError
 _COMPONENT = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]{0,199}\Z")
 TEMPORARY = ".tmp-"  # begins the names of files that are being written; no component of a name begins with a dot
 _TEMPORARY = re.compile(rf"{re.escape(TEMPORARY)}[0-9a-f]{{16}}\Z")  # others are files of another program
+READ_BYTES = 4 << 20  # at once
 STALE_SECONDS = 86_400.0  # a temporary file that is older belongs to a process that was killed
 
 
@@ -30,7 +31,10 @@ class DirectoryStore:
             raise ConfigError(f"remote.url is file://{root}: give an absolute path, file:///mnt/shared/kvfs")
         self._root = root
 
-    def get(self, name: str, start: int, length: int, room: memoryview | None = None) -> Fetched | None:
+    def get(
+        self, name: str, start: int, length: int, room: memoryview | None = None,
+        arrived: Callable[[int], None] | None = None,
+    ) -> Fetched | None:  # fmt: skip
         path = self._path(name)
         try:
             fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
@@ -48,8 +52,10 @@ class DirectoryStore:
                 raise RemoteError(f"{path} is no regular file")
             size, done = max(0, min(length, st.st_size - start)), 0
             view = memoryview(bytearray(size)) if room is None else room[:size]
-            while done < size and (n := os.preadv(fd, [view[done:]], start + done)):
+            while done < size and (n := os.preadv(fd, [view[done : done + READ_BYTES]], start + done)):
                 done += n
+                if room is not None and arrived is not None:
+                    arrived(done)
             return Fetched(view[:done], st.st_size)
         except OSError as exc:
             raise _failed(name, exc) from None

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 from kvfs.errors import ConfigError
@@ -90,9 +90,12 @@ class EncryptedObjects:
     def __init__(self, inner: ObjectStore, keys: Keys) -> None:
         self._inner, self._keys = inner, keys
 
-    def get(self, name: str, start: int, length: int, room: memoryview | None = None) -> Fetched | None:
+    def get(
+        self, name: str, start: int, length: int, room: memoryview | None = None,
+        arrived: Callable[[int], None] | None = None,
+    ) -> Fetched | None:  # fmt: skip
         """One request, if ``start`` is in the first block; else two. As many again for each older key, if there is
-        no such object."""
+        no such object. ``arrived`` is not called."""
         if name == MARKER:
             return self._inner.get(name, start, length)
         first, begin = _block_at(start)

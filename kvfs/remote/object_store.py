@@ -5,7 +5,7 @@ Names are ASCII, with ``/`` between their components. An object is small enough 
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import NamedTuple, Protocol
 
 from kvfs.errors import KvfsError
@@ -33,10 +33,14 @@ class Listed(NamedTuple):
 class ObjectStore(Protocol):
     """A bucket, or a part of one. Thread-safe. Each call ends within a deadline of its own; all raise RemoteError."""
 
-    def get(self, name: str, start: int, length: int, room: memoryview | None = None) -> Fetched | None:
+    def get(
+        self, name: str, start: int, length: int, room: memoryview | None = None,
+        arrived: Callable[[int], None] | None = None,
+    ) -> Fetched | None:  # fmt: skip
         """Up to ``length`` (1 or more) bytes from offset ``start`` on; None if there is no such object.
 
-        ``room``: memory of ``length`` bytes or more that the answer may be put in.
+        ``room``: memory of ``length`` bytes or more that the answer may be put in. ``arrived``: may be called now and
+        then with the number of bytes that are there so far.
 
         Fewer than asked for only at the end of the object, or if the body was cut short: compare with ``size``.
         """

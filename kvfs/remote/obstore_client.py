@@ -73,7 +73,10 @@ class ObstoreClient:
         except (exceptions.BaseError, ValueError, TypeError) as exc:
             raise ConfigError(f"remote.url is {url!r}: {_first_line(exc)}") from None
 
-    def get(self, name: str, start: int, length: int, room: memoryview | None = None) -> Fetched | None:
+    def get(
+        self, name: str, start: int, length: int, room: memoryview | None = None,
+        arrived: Callable[[int], None] | None = None,
+    ) -> Fetched | None:  # fmt: skip
         def fetch() -> Fetched:
             got = self._api.get(self._store, name, options={"range": (start, start + length)})
             size = int(got.meta["size"])
@@ -84,6 +87,8 @@ class ObstoreClient:
                 piece = memoryview(chunk)[: length - done]
                 room[done : done + len(piece)] = piece
                 done += len(piece)
+                if arrived is not None:
+                    arrived(done)
             return Fetched(room[:done], size)
 
         return self._call(name, fetch, missing=None)

@@ -6,6 +6,7 @@ at once, and the first name without an object ends the pull. A remote that fails
 
 from __future__ import annotations
 
+import threading
 from bisect import bisect_right
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -32,12 +33,13 @@ from kvfs.pages.identity import Described, Identity, parse_descriptor
 from kvfs.remote.bucket import Bucket
 from kvfs.remote.names import Shape, at_once, folder_of
 from kvfs.remote.object_store import RemoteError
-from kvfs.remote.page_object import HEAD_BYTES, covered, decode
+from kvfs.remote.page_object import HEAD_BYTES, Arriving, covered, decode
 from kvfs.remote.rooms import ROOMS
 from kvfs.remote.uses import Uses
 from kvfs.write.active_segments import ActiveSegments
 
 SPACE_SECONDS = 30.0  # longest wait for room, per object
+WAKE_SECONDS = 1.0  # longest sleep of a pull that waits for pages, whether it is woken or not
 FAILURES_MAX = 4  # requests that fail, after their retries, before a pull ends: the object store is away
 HEADS = 256  # objects of a namespace of which is asked at once whether they are needed
 PROBES = 8  # objects of a prompt that are asked for at once, to learn how far the bucket goes
@@ -82,8 +84,22 @@ class _Came(NamedTuple):
     failed: str = ""  # the object store did not answer
     refused: str = ""  # it answered with something else than the whole object, or some of its pages do not verify
     room: mmap | None = None  # where the pages are
+    stored: int = 0  # of the leading pages: while the rest came
 
 
+@dataclass
+class _Request:
+    """A request for an object."""
+
+    wanted: _Wanted
+    came: Future[_Came] = field(default_factory=Future)
+    early: Arriving | None = None  # what has come so far
+    stored: int = 0  # of its leading pages
+
+
+#: Which of the pages that follow page number ``int`` of an object are stored as they come, and the keys of their rows.
+_Early: TypeAlias = Callable[[_Wanted, int, Sequence[Page]], Sequence[Page]]
+_HeadOf: TypeAlias = Callable[[Page], bytes]
 Tiers: TypeAlias = Callable[[PrefixMatch], list[PageRef]]
 
 
@@ -117,9 +133,11 @@ class Puller:
         self._tiers = tiers
         self._bucket = bucket
         self._requests = context.settings.remote.requests
-        self._begun: dict[str, Future[_Came]] = {}  # requests for objects that may be wanted, by name
+        self._begun: dict[str, _Request] = {}  # for objects that may be wanted, by name
+        self._woken = threading.Event()  # set when pages of an object have come, and when it has
         self.done = Pulled()
         self._appender = PageAppender(context, active, self.done, SPACE_SECONDS)
+        self._early_appender: PageAppender | None = PageAppender(context, active, self.done, 0.0)  # waits for no room
 
     # -- a prompt ----------------------------------------------------------------------------
 
@@ -196,7 +214,7 @@ class Puller:
         for shape in _ordered(self._bucket.shapes_before(described))[:1]:
             missing = self._missing(shape, prompt, matcher, len(prompt.hashes))
             for wanted in [_Wanted(shape, prompt.hashes[c], c) for c in missing[: self._most([shape] * len(missing))]]:
-                self._begun[shape.name(wanted.chunk_hash)] = pool.submit(self._fetch, wanted)
+                self._begun[shape.name(wanted.chunk_hash)] = self._request(wanted, pool)
 
     def _shape(
         self, shape: Shape, prompt: Prompt, matcher: Matcher, end: int, reach: int, pool: ThreadPoolExecutor
@@ -206,10 +224,16 @@ class Puller:
         missing = self._missing(shape, prompt, matcher, end)
         begin = missing[0] if missing else end
         used: list[bytes] = []
-        for wanted, came in self._ahead([_Wanted(shape, prompt.hashes[c], c) for c in missing], pool):
+        head_of = partial(_head_of, prompt)
+
+        def of_prompt(wanted: _Wanted, number: int, found: Sequence[Page]) -> Sequence[Page]:
+            return self._agreed(found, prompt, wanted.chunk + number, min(wanted.chunk + pages, end))
+
+        wants = [_Wanted(shape, prompt.hashes[c], c) for c in missing]
+        for wanted, came in self._ahead(wants, pool, of_prompt, head_of):
             at, until, first = wanted.chunk, min(wanted.chunk + pages, end), came
             while agreed := self._agreed(self._pages(wanted, came), prompt, at, until):
-                if not self._store(agreed, lambda p: _head_of(prompt, p)):
+                if not self._store(agreed[came.stored :], head_of):
                     break
                 used.append(wanted.chunk_hash)
                 at += len(agreed)
@@ -284,9 +308,8 @@ class Puller:
                 some = names[first : first + HEADS]
                 answers = list(pool.map(partial(self._is_here, here), some))
                 missing = [w for w, is_here in zip(some, answers, strict=True) if not is_here]
-                for wanted, came in self._ahead(missing, pool):
-                    if found := self._pages(wanted, came):
-                        self._store(found, lambda p: p.entry.run_hash)
+                for wanted, came in self._ahead(missing, pool, lambda _, __, found: found, _run_of):
+                    self._store(self._pages(wanted, came)[came.stored :], _run_of)
                 done += sum(w.size for w in some)
                 progress(done, total)
         self._c.counters.add("pages_pulled", self.done.stored)
@@ -328,49 +351,95 @@ class Puller:
 
     # -- objects -----------------------------------------------------------------------------
 
-    def _ahead(self, wanted: Sequence[_Wanted], pool: ThreadPoolExecutor) -> Iterator[tuple[_Wanted, _Came]]:
+    def _ahead(
+        self, wanted: Sequence[_Wanted], pool: ThreadPoolExecutor, early: _Early, head_of: _HeadOf
+    ) -> Iterator[tuple[_Wanted, _Came]]:
         """Each object with what came of it, in order; the next ones are fetched meanwhile.
 
         Ends early when the object store has failed FAILURES_MAX times: it is away.
         """
-        coming: deque[tuple[_Wanted, Future[_Came]]] = deque()
+        coming: deque[_Request] = deque()
         rest = iter(wanted)
         most = self._most([w.shape for w in wanted])
         try:
             while self.done.failed < FAILURES_MAX:
                 while len(coming) < most and (one := next(rest, None)) is not None:
                     begun = self._begun.pop(one.shape.name(one.chunk_hash), None)
-                    coming.append((one, begun or pool.submit(self._fetch, one)))
+                    coming.append(begun or self._request(one, pool))
                 if not coming:
                     return
-                one, future = coming.popleft()
-                came = future.result()
-                yield one, came
+                self._store_early(coming, early, head_of)
+                request = coming.popleft()
+                came = request.came.result()._replace(stored=request.stored)
+                yield request.wanted, came
                 _give_back(came)
         finally:
-            for _, future in coming:
-                future.cancel()
+            for request in coming:
+                request.came.cancel()
+
+    def _store_early(self, coming: Sequence[_Request], early: _Early, head_of: _HeadOf) -> None:
+        """Until the first of these objects has come: store pages of all of them as they come.
+
+        The objects of a prompt share the link, and all of them end at about the same moment. Pages whose prefix does
+        not come after all are of no use until it is computed; they are evicted like others.
+        """
+        while not coming[0].came.done():
+            self._woken.wait(WAKE_SECONDS)
+            self._woken.clear()
+            for request in coming:
+                if coming[0].came.done() or self._early_appender is None:
+                    break
+                found = request.early.pages[request.stored :] if request.early is not None else ()
+                if agreed := early(request.wanted, request.stored, found):
+                    try:
+                        self._early_appender.store(agreed, self._c.files.now_us(), head_of)
+                    except (OSError, NoSpaceError, IndexUnavailableError):
+                        self._early_appender = None  # the one that waits meets it again, and counts it
+                    else:
+                        request.stored += len(agreed)
 
     def _most(self, shapes: Sequence[Shape]) -> int:
         """How many leading objects of these shapes may be on their way or in memory: as many may wait to be stored as
         are on their way, so that the link does not rest."""
         return at_once(shapes[: 2 * self._requests])
 
-    def _fetch(self, wanted: _Wanted) -> _Came:
-        """In any thread: changes nothing. Verifying here uses several cores, and the caller's thread only stores."""
+    def _request(self, wanted: _Wanted, pool: ThreadPoolExecutor) -> _Request:
+        request = _Request(wanted)
+        pool.submit(self._answer, request)
+        return request
+
+    def _answer(self, request: _Request) -> None:
+        if not request.came.set_running_or_notify_cancel():
+            return
+        try:
+            request.came.set_result(self._fetch(request.wanted, request))
+        except BaseException as exc:
+            request.came.set_exception(exc)
+        self._woken.set()
+
+    def _fetch(self, wanted: _Wanted, request: _Request | None = None) -> _Came:
+        """In any thread: changes nothing but ``request``, which is told what comes. Verifying here uses several cores,
+        and the caller's thread only stores."""
         shape, chunk_hash, need = wanted.shape, wanted.chunk_hash, wanted.shape.object_bytes_max
-        room: mmap | None = None
+        limit, room, early = page_limit(self._c.settings), None, None
+
+        def arrived(nbytes: int) -> None:
+            if request is not None and early is not None and early.come(nbytes):
+                request.early = early
+                self._woken.set()
+
         try:
             room = ROOMS.take(need) if need >= ROOM_BYTES_MIN else None
             memory = memoryview(room) if room is not None else None
-            found = self._bucket.objects.get(shape.name(chunk_hash), 0, need, memory)
+            early = Arriving(memory, shape, chunk_hash, limit) if memory is not None else None
+            found = self._bucket.objects.get(shape.name(chunk_hash), 0, need, memory, arrived)
         except (RemoteError, OSError) as exc:  # OSError: no memory
             return _Came(failed=str(exc), room=room)
         if found is None:
             return _Came(room=room)
         if len(found.data) != found.size:
             return _Came(refused=f"{len(found.data)} of {found.size} bytes came", room=room)
-        pages = decode(found.data, shape, chunk_hash, page_limit(self._c.settings))
+        pages = decode(found.data, shape, chunk_hash, limit, early.pages if early is not None else ())
         entries = covered(found.data[:HEAD_BYTES], shape, chunk_hash)
         whole = entries is not None and len(pages) == len(entries)
         return _Came(pages, found.size, refused="" if whole else "does not verify", room=room)
@@ -395,8 +464,10 @@ class Puller:
         self.done.note(f"{name}: {why}; kvfs remote verify --repair removes such objects")
         self._c.counters.add("remote_objects_refused")
 
-    def _store(self, pages: Sequence[Page], head_of: Callable[[Page], bytes]) -> bool:
+    def _store(self, pages: Sequence[Page], head_of: _HeadOf) -> bool:
         """Whether the pages are stored here now."""
+        if not pages:
+            return True
         try:
             self._appender.store(pages, self._c.files.now_us(), head_of)
         except (OSError, NoSpaceError, IndexUnavailableError) as exc:
@@ -445,6 +516,11 @@ def _first(shape: Shape, prompt: Prompt, end: int) -> int:
     """The first chunk of which a page of this shape is of use to a reader of the chunks before ``end``."""
     trailing = None if prompt.keyed else shape.group.need.chunks(shape.described.layout.page_tokens)
     return 0 if trailing is None else max(0, end - trailing)
+
+
+def _run_of(page: Page) -> bytes:
+    """The chunk that keys the row of a page of a namespace."""
+    return page.entry.run_hash
 
 
 def _head_of(prompt: Prompt, page: Page) -> bytes:

@@ -35,8 +35,11 @@ def patient_index(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture(autouse=True)
 def rooms_for_all(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The small objects and pages of tests are in memory that is used again, and in place, as large ones are."""
+    """The small objects and pages of tests are in memory that is used again, in place, and stored as they come, as
+    large ones are."""
     monkeypatch.setattr("kvfs.remote.pull.ROOM_BYTES_MIN", 0)
+    monkeypatch.setattr("kvfs.remote.page_object.EARLY_BYTES", 1)
+    monkeypatch.setattr("kvfs.remote.directory_store.READ_BYTES", 5000)
     monkeypatch.setattr("kvfs.remote.page_object.IN_PLACE_BYTES", 0)
 
 

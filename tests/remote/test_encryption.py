@@ -8,6 +8,7 @@ import os
 import random
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -207,8 +208,8 @@ def test_an_answer_that_is_cut_short_is_no_damaged_object(tmp_path: Path) -> Non
     EncryptedObjects(inner, Keys([OLD])).put_new(PAGES, bytes(300_000))
 
     class Cut(DirectoryStore):
-        def get(self, name: str, start: int, length: int, room: memoryview | None = None) -> Fetched | None:
-            found = super().get(name, start, length, room)
+        def get(self, name: str, start: int, length: int, *rest: Any) -> Fetched | None:
+            found = super().get(name, start, length, *rest)
             return found if found is None else Fetched(found.data[:cut], found.size)
 
     for cut in (0, 30, 100, 16_448, 200_000, 278_608 + 47):

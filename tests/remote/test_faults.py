@@ -30,7 +30,10 @@ class FaultyObjects:
     def __init__(self, inner: ObjectStore, fault: Callable[[str, str], str]) -> None:
         self._inner, self._fault = inner, fault
 
-    def get(self, name: str, start: int, length: int, room: memoryview | None = None) -> Fetched | None:
+    def get(
+        self, name: str, start: int, length: int, room: memoryview | None = None,
+        arrived: Callable[[int], None] | None = None,
+    ) -> Fetched | None:  # fmt: skip
         fault = self._fault("get", name)
         if fault == "fail":
             raise RemoteError("503 SlowDown")

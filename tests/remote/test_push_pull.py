@@ -83,10 +83,10 @@ def test_a_second_pull_fetches_while_it_waits_for_the_marker(
         met.append(begun.wait(10.0))
         check(bucket)
 
-    def tell_and_fetch(puller: Puller, wanted: Any) -> Any:
+    def tell_and_fetch(puller: Puller, wanted: Any, *request: Any) -> Any:
         fetched.append(wanted)
         begun.set()
-        return fetch(puller, wanted)
+        return fetch(puller, wanted, *request)
 
     monkeypatch.setattr(Bucket, "check", wait_and_check)
     monkeypatch.setattr(Puller, "_fetch", tell_and_fetch)
@@ -180,11 +180,11 @@ def test_the_next_object_is_fetched_while_those_that_came_wait_to_be_stored(
     begun, fetch, store, met = [], Puller._fetch, Puller._store, []
     one_more = threading.Event()
 
-    def tell_and_fetch(puller: Puller, wanted: Any) -> Any:
+    def tell_and_fetch(puller: Puller, wanted: Any, *request: Any) -> Any:
         begun.append(wanted)
         if len(begun) == most + 1:
             one_more.set()
-        return fetch(puller, wanted)
+        return fetch(puller, wanted, *request)
 
     def wait_and_store(puller: Puller, *args: Any) -> bool:
         met.append(one_more.wait(10.0))

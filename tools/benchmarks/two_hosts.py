@@ -4,9 +4,10 @@
 
 Host A stores prompts and pushes them; host B, with an empty store, restores them: every byte is compared. Baselines are
 bare puts and bare range reads of as many bytes in the same objects, by as many threads, which verify and store nothing,
-or only write a file per object. At the end of each round both hosts push the same prompts at once: each object must be
-stored once. "with this": of the cores that were busy, those with the hosts, Ceph and the relay of a delay. Needs root,
-iproute2 and what ``python -m tools.ceph install .ceph`` has made.
+or only write a file per object; "by prompt" waits for the objects of a prompt before those of the next one. At the end
+of each round both hosts push the same prompts at once: each object must be stored once. "with this": of the cores that
+were busy, those with the hosts, Ceph and the relay of a delay. Needs root, iproute2 and what
+``python -m tools.ceph install .ceph`` has made.
 """
 
 from __future__ import annotations
@@ -36,6 +37,7 @@ from tools.benchmarks.report import Report, Table, Value, rates
 from tools.ceph import Ceph
 
 PAGE = 2 * MIB  # 16 tokens of a model of 8B with grouped heads: 8 pages make an object of 16 MiB
+OBJECT_BYTES = 16 * MIB
 BUCKET = "kvfs-two-hosts"
 CAPACITY = 128 << 30  # of a store, which sets the size of its segments: 256 MiB, as hosts have it
 Order = tuple[str, str]  # name of a method of Host, URL
@@ -136,11 +138,15 @@ class Host:
     def read(self, url: str) -> Run:
         return self._read(url, None)
 
+    def read_prompts(self, url: str) -> Run:
+        return self._read(url, None, at_once=self._case.prompt_bytes // OBJECT_BYTES)
+
     def read_and_write(self, url: str) -> Run:
         with tempfile.TemporaryDirectory(dir=self._folder) as folder:
             return self._read(url, Path(folder))
 
-    def _read(self, url: str, folder: Path | None) -> Run:
+    def _read(self, url: str, folder: Path | None, at_once: int | None = None) -> Run:
+        """``at_once``: this many objects, and when all of them have come the next ones; None: without a pause."""
         bucket = open_object_store(Remote(url, self._requests, REMOTE_SECONDS))
         names = [(found.name, found.size) for found in bucket.listing("") if "/pages/" in found.name]
 
@@ -155,14 +161,15 @@ class Host:
 
         watch = CoreWatch(os.getppid())
         with ThreadPoolExecutor(self._requests) as pool, watch:
-            total = sum(pool.map(fetch, range(len(names))))
+            step = at_once or len(names)
+            total = sum(sum(pool.map(fetch, range(len(names))[at : at + step])) for at in range(0, len(names), step))
         if total < self._case.size_bytes:
             raise BenchError(f"{total} bytes in the bucket, in place of {self._case.size_bytes}")
         return watch.run(total)
 
     def write(self, url: str) -> Run:
         bucket = open_object_store(Remote(url, self._requests, REMOTE_SECONDS))
-        data, number = os.urandom(16 * MIB), next(self._round)
+        data, number = os.urandom(OBJECT_BYTES), next(self._round)
         names = [f"bare/{number}/{i}" for i in range(self._case.size_bytes // len(data))]
         watch = CoreWatch(os.getppid())
         with ThreadPoolExecutor(self._requests) as pool, watch:
@@ -268,7 +275,8 @@ def main(
             ((pushed, _, _),) = a.run(("push", url))
             runs = {"bare puts": wrote, "push": pushed}
             orders = {
-                "bare reads": "read", "bare reads into files": "read_and_write", "restore, by prompt": "restore",
+                "bare reads": "read", "bare reads, by prompt": "read_prompts",
+                "bare reads into files": "read_and_write", "restore, by prompt": "restore",
                 "restore, as a whole": "restore_all",
             }  # fmt: skip
             for name, what in list(orders.items())[:: 1 if number % 2 else -1]:
@@ -288,6 +296,7 @@ def main(
         for name, base in (
             ("bare puts", "bare puts"), ("push", "bare puts"), ("bare reads", "bare reads"),
             ("restore, by prompt", "bare reads"), ("restore, as a whole", "bare reads"),
+            ("bare reads, by prompt", "bare reads"), ("restore, by prompt", "bare reads, by prompt"),
             ("bare reads into files", "bare reads"), ("restore, by prompt", "bare reads into files"),
             ("restore, as a whole", "bare reads into files"),
         ):  # fmt: skip
