@@ -115,33 +115,48 @@ def test_a_page_that_is_too_large_for_this_store_ends_them(first: tuple[_Wanted,
     assert one.come(len(data)) and len(one.pages) == 32
 
 
-def half_way(monkeypatch: pytest.MonkeyPatch, then: Callable[[], None]) -> None:
-    """When half of an object with pages has come, ``then`` is called."""
+@pytest.fixture
+def half_way(bucket_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[Callable[[], object]], None]:
+    """Has a function called when half of an object with pages has come."""
     get = DirectoryStore.get
 
-    def slow(
-        store: DirectoryStore, name: str, start: int, length: int, room: memoryview | None = None, arrived: Any = None
-    ) -> Fetched | None:
-        found = get(store, name, start, length, room)
-        if found is not None and arrived is not None and "/pages/" in name:
-            arrived(len(found.data) // 2)
-            then()
-        return found
+    def call(then: Callable[[], object]) -> None:
+        def slow(
+            store: DirectoryStore,
+            name: str,
+            start: int,
+            length: int,
+            room: memoryview | None = None,
+            arrived: Any = None,
+        ) -> Fetched | None:
+            found = get(store, name, start, length, room)
+            if found is not None and arrived is not None and "/pages/" in name:
+                arrived(len(found.data) // 2)
+                then()
+            return found
 
-    monkeypatch.setattr(DirectoryStore, "get", slow)
+        monkeypatch.setattr(DirectoryStore, "get", slow)
+
+    return call
 
 
-def test_pages_are_stored_while_the_rest_of_their_object_comes(
-    data: bytes, there: kvfs.Store, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    stored, waited, store = threading.Event(), [], PageAppender.store
+@pytest.fixture
+def waited(half_way: Callable[[Callable[[], object]], None], monkeypatch: pytest.MonkeyPatch) -> list[bool]:
+    """Of each object, whether pages were stored before its second half came."""
+    stored, waited, store = threading.Event(), list[bool](), PageAppender.store
 
     def tell(appender: PageAppender, *args: Any) -> None:
         store(appender, *args)
         stored.set()
 
     monkeypatch.setattr(PageAppender, "store", tell)
-    half_way(monkeypatch, lambda: waited.append(stored.wait(10.0)))
+    half_way(lambda: waited.append(stored.wait(10.0)))
+    return waited
+
+
+def test_pages_are_stored_while_the_rest_of_their_object_comes(
+    data: bytes, there: kvfs.Store, waited: list[bool]
+) -> None:
     ns = there.namespace("chat", tiny(), "1a")
     done = there.pull(ns, tokens_of(1, CHUNKS))
     assert waited == [True, True]
@@ -149,55 +164,50 @@ def test_pages_are_stored_while_the_rest_of_their_object_comes(
     assert restored(ns, tokens_of(1, CHUNKS)) == data
 
 
-def test_a_namespace_is_stored_while_it_comes(data: bytes, there: kvfs.Store, monkeypatch: pytest.MonkeyPatch) -> None:
-    stored, waited, store = threading.Event(), [], PageAppender.store
-
-    def tell(appender: PageAppender, *args: Any) -> None:
-        store(appender, *args)
-        stored.set()
-
-    monkeypatch.setattr(PageAppender, "store", tell)
-    half_way(monkeypatch, lambda: waited.append(stored.wait(10.0)))
+def test_a_namespace_is_stored_while_it_comes(data: bytes, there: kvfs.Store, waited: list[bool]) -> None:
     done = there.pull("chat")
     assert waited == [True, True] and (done.stored, done.skipped, done.objects) == (CHUNKS, 0, 2)
     assert restored(there.namespace("chat", tiny(), "1a"), tokens_of(1, CHUNKS)) == data
 
 
 def test_an_object_that_breaks_off_leaves_right_pages_alone(
-    data: bytes, there: kvfs.Store, monkeypatch: pytest.MonkeyPatch
+    data: bytes, there: kvfs.Store, half_way: Callable[[Callable[[], object]], None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def break_off() -> None:
-        raise RemoteError("503 SlowDown")
+    breaks = [True]
 
-    with monkeypatch.context() as patch:
-        half_way(patch, break_off)
-        ns = there.namespace("chat", tiny(), "1a")
-        done = there.pull(ns, tokens_of(1, CHUNKS))
-        assert done.failed == 1 and done.objects == 0
+    def break_off() -> None:
+        if breaks:
+            raise RemoteError("503 SlowDown")
+
+    half_way(break_off)
+    ns = there.namespace("chat", tiny(), "1a")
+    done = there.pull(ns, tokens_of(1, CHUNKS))
+    assert done.failed == 1 and done.objects == 0
     found = restored(ns, tokens_of(1, CHUNKS))
     assert len(found) < len(data) and data.startswith(found)
+    breaks.clear()
     there.pull(ns, tokens_of(1, CHUNKS))
     assert restored(ns, tokens_of(1, CHUNKS)) == data
 
 
 def test_without_room_for_early_pages_they_are_stored_when_their_object_has_come(
-    data: bytes, there: kvfs.Store, monkeypatch: pytest.MonkeyPatch
+    data: bytes, there: kvfs.Store, half_way: Callable[[Callable[[], object]], None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    store, refused = PageAppender.store, []
+    store, refused = PageAppender.store, threading.Event()
 
     def full(appender: PageAppender, *args: Any) -> None:
         if not appender._space_seconds:
-            refused.append(args)
+            assert not refused.is_set(), "it is not tried again"
+            refused.set()
             raise NoSpaceError("no room for more")
         store(appender, *args)
 
     monkeypatch.setattr(PageAppender, "store", full)
-    tried = threading.Event()
-    half_way(monkeypatch, lambda: tried.wait(0.05) and None)
+    half_way(lambda: refused.wait(10.0))
     ns = there.namespace("chat", tiny(), "1a")
     done = there.pull(ns, tokens_of(1, CHUNKS))
+    assert refused.is_set()
     assert (done.stored, done.failed, done.problems) == (CHUNKS, 0, []), "what the other appender met is not counted"
-    assert len(refused) <= 1, "it is not tried again"
     assert restored(ns, tokens_of(1, CHUNKS)) == data
 
 

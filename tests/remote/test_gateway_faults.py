@@ -154,8 +154,9 @@ def test_an_object_that_never_comes_right_ends_the_prefix_before_it(
     second = ns.chunk_hashes(tokens)[32].hex()
     proxy.fault = lambda method, key, number: fault if key.endswith(second) else ""
     got = there.pull(ns, tokens)
-    assert got.failed + got.refused == 1 and 32 <= got.stored < 64
-    assert restored(ns, tokens) == seeded(1, got.stored * TINY_BYTES)
+    assert got.failed + got.refused == 1 and 32 <= got.stored < CHUNKS  # pages of later objects may have come meanwhile
+    found = restored(ns, tokens)
+    assert 32 <= len(found) // TINY_BYTES < 64 and seeded(1, CHUNKS * TINY_BYTES).startswith(found)
     proxy.fault = lambda *_: ""
     assert there.pull(ns, tokens).stored == CHUNKS - got.stored
     assert restored(ns, tokens) == seeded(1, CHUNKS * TINY_BYTES)
