@@ -46,18 +46,20 @@ class Counters:
             with self._lock:
                 self._counts[name] += n
 
-    def add_of(self, namespace: bytes, name: str, n: int) -> None:
-        """Count ``name``, one of NAMESPACE_COUNTS, in all and of the namespace with this digest."""
-        if n:
+    def add_of(self, namespace: bytes, **added: int) -> None:
+        """Count names of NAMESPACE_COUNTS, in all and of the namespace with this digest."""
+        if any(added.values()):
             with self._lock:
-                self._counts[name] += n
                 counts = self._by_namespace.pop(namespace, None)
                 if counts is None:
                     counts = Counter()
                     if len(self._by_namespace) >= NAMESPACES_MAX:
                         del self._by_namespace[next(iter(self._by_namespace))]
                 self._by_namespace[namespace] = counts
-                counts[name] += n
+                for name, n in added.items():
+                    if n:
+                        self._counts[name] += n
+                        counts[name] += n
 
     def loaded(self, namespace: bytes, tokens: Mapping[Tier, int]) -> None:
         """Count the tokens that a load restored, by the slowest tier that their pages were read from."""
@@ -67,7 +69,7 @@ class Counters:
                 if tier is Tier.PEER:  # not of single namespaces: their entries have no room for another count
                     self.add("tokens_loaded_peer", n)
                 else:
-                    self.add_of(namespace, f"tokens_loaded_{tier.name.lower()}", n)
+                    self.add_of(namespace, **{f"tokens_loaded_{tier.name.lower()}": n})
 
     def took(self, what: str, seconds: float) -> None:
         """Count a latency: ``<what>_us_<n>`` counts those below 2**n, and not below 2**(n-1), microseconds.

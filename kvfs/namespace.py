@@ -72,7 +72,7 @@ class Namespace:
         self.identity = identity
         self.layout: PageLayout = identity.layout
         self._descriptor = identity.descriptor_bytes()
-        self._matcher = Matcher(context, identity.digest, identity.layout, reader.tiers)
+        self._matcher = Matcher(context, identity.digest, identity.layout, reader.cold)
         check_pages_fit(identity.layout, len(self._descriptor), context.settings)
 
     def __repr__(self) -> str:

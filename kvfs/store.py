@@ -453,7 +453,7 @@ class Store:
 
         self._check_open()
         described, hashes = self.catalog.hashes_of_prefix(ref)
-        matcher = Matcher(self._shared.c, described.digest, described.layout, self._shared.services().reader.tiers)
+        matcher = Matcher(self._shared.c, described.digest, described.layout, self._shared.services().reader.cold)
         return matcher.match(Prompt(described.digest, hashes), [g.full for g in described.layout.groups])
 
     def export_tensors(
@@ -546,7 +546,7 @@ class Store:
         services = self._shared.services()
         with self.bucket() as bucket:
             uses = Uses() if self.settings.remote.retention_from == "use" else None
-            puller = Puller(self._shared.c, services.active, services.reader.tiers, bucket, uses=uses)
+            puller = Puller(self._shared.c, services.active, services.reader.cold, bucket, uses=uses)
             if isinstance(namespace, Namespace) and token_ids is not None:
                 done = puller.prompt(*prompt_of(namespace.identity, namespace.chunk_hashes(token_ids, extra=extra)))
             else:

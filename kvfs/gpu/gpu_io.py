@@ -16,7 +16,7 @@ import time
 import weakref
 from array import array
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -47,7 +47,9 @@ from kvfs.transfer import append_process
 from kvfs.transfer.control import TransferControl
 from kvfs.transfer.host_io import CLOSE_SECONDS, WARM_SECONDS, HostIO
 from kvfs.transfer.load import Pages
+from kvfs.transfer.units import Units
 from kvfs.transfer.workers import Attached, JobThreads, Writes, make_ring
+from kvfs.types import TransferResult
 from kvfs.write.active_segments import LANES
 from kvfs.write.appender import Appender
 
@@ -258,8 +260,9 @@ class GpuIO(HostIO):
 
     # -- for callers -------------------------------------------------------------------------
 
-    def load_at_once(self, seconds: float) -> None:
-        """Nothing: the copies of loads take no thread's time."""
+    def load_at_once(self, loads: Sequence[tuple[PrefixMatch, Units]], seconds: float) -> list[TransferResult | None]:
+        """None of them: their copies take no thread's time."""
+        return [None] * len(loads)
 
     def warm(self, match: PrefixMatch, deadline: float = WARM_SECONDS) -> int:
         super().warm(match, deadline)

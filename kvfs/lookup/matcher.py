@@ -12,7 +12,7 @@ from kvfs.index.deadlines import LOOKUP_SECONDS
 from kvfs.index.native_session import NativeSession
 from kvfs.index.session import Session
 from kvfs.lookup.gaps import read_behind_gaps
-from kvfs.lookup.prefix_match import HOLD_SECONDS, GroupMatch, Hold, PageRef, PrefixMatch, restorable, used_ranges
+from kvfs.lookup.prefix_match import HOLD_SECONDS, AskCold, GroupMatch, Hold, PrefixMatch, restorable, used_ranges
 from kvfs.lookup.row_hits import Hits
 from kvfs.lookup.search import Found, GroupLookup, Prompt, search, walk_all
 from kvfs.native.index_walker import HandOverError, MovedError
@@ -31,12 +31,11 @@ class Matcher:
     ``search``, page tiers to ``tiers``. An index that cannot answer is never an error: it is a miss, and counted.
     """
 
-    def __init__(
-        self, context: Context, digest: bytes, layout: PageLayout, tiers: Callable[[PrefixMatch], list[PageRef]]
-    ) -> None:
+    def __init__(self, context: Context, digest: bytes, layout: PageLayout, ask_cold: AskCold) -> None:
         self._c = context
         self._digest, self._layout = digest, layout
-        self._tiers = tiers
+        self._ask_cold = ask_cold
+        self.whole = [group.full for group in layout.groups]  # the parts that are whole pages
         #: state of the index, parts by group in it; replaced as a whole, because several threads look up
         self._parts_known: tuple[object, dict[int, tuple[Part, ...]]] = None, {}
 
@@ -66,9 +65,7 @@ class Matcher:
 
     def count_tokens(self, queried: int, matched: int) -> None:
         """Count a lookup of ``queried`` tokens, of which the store has ``matched`` for the caller."""
-        self._c.counters.add_of(self._digest, "lookups", 1)
-        self._c.counters.add_of(self._digest, "tokens_queried", queried)
-        self._c.counters.add_of(self._digest, "tokens_matched", matched)
+        self._c.counters.add_of(self._digest, lookups=1, tokens_queried=queried, tokens_matched=matched)
 
     def count_unavailable(self, exc: IndexUnavailableError) -> None:
         self._c.counters.add(f"lookup_unavailable_{str(exc).partition(':')[0].replace(' ', '_')}")
@@ -111,7 +108,7 @@ class Matcher:
     def stored(self, prompt: Prompt) -> list[bool]:
         """Whether each chunk of the only group is stored; all False if the index cannot answer in time."""
         (group,), count = self._layout.groups, len(prompt.hashes)
-        bits = self.present(prompt, 0, group, group.full, 0, count, whole=True).found.present
+        bits = self.present(prompt, 0, group, self.whole[0], 0, count, whole=True).found.present
         return [bool(bits >> n & 1) for n in range(count)]
 
     def select(
@@ -125,7 +122,7 @@ class Matcher:
         """
         chunks = len(prompt.hashes)
         lookups = found if found is not None and self._are_current(found) else [
-            self.present(prompt, number, group, group.full, first.get(group.name, chunks), chunks, whole=True)
+            self.present(prompt, number, group, self.whole[number], first.get(group.name, chunks), chunks, whole=True)
             for number, group in enumerate(self._layout.groups)
         ]  # fmt: skip
         generation = next((x.generation for x in reversed(lookups) if x.generation), "")
@@ -190,17 +187,19 @@ class Matcher:
             chunks * self._layout.page_tokens, self._layout.page_tokens, self._digest, generation, pages.groups,
             pages.segments, at_us=self._c.files.now_us(),
             last_hash=lookups[0].prompt.hashes[chunks - 1] if chunks else b"", tails=pages.tails,
-            hold=Hold(held, self._c.files.monotonic() + HOLD_SECONDS), page_tiers=self._tiers,
+            hold=Hold(held, self._c.files.monotonic() + HOLD_SECONDS), ask_cold=self._ask_cold,
         )  # fmt: skip
         if chunks:
             self._c.access_times.note_request(match.last_hash, match.at_us)
         self._c.holds.add(match.hold)
         return match
 
-    def note_use(self, lookup: GroupLookup, at_us: int) -> None:
-        """Set the access time of the pages that ``lookup`` found, for a request that uses them without a load."""
-        hits = Hits(lookup.found.hits, range(lookup.prompt.runs()))
-        for segment, seq, count in used_ranges(hits, lookup.prompt.run_length, lookup.found.present):
+    def note_use(self, lookup: GroupLookup, at_us: int, noted: int = 0) -> None:
+        """Set the access time of the pages that ``lookup`` found, for a request that uses them without a load; not of
+        the chunks ``noted``."""
+        chunks = lookup.found.present & ~noted
+        hits = Hits(lookup.found.hits, range(lookup.prompt.runs())) if chunks else ()
+        for segment, seq, count in used_ranges(hits, lookup.prompt.run_length, chunks):
             self._c.access_times.stamp(lookup.segments[segment], seq, [at_us] * count)
 
     def group_match(self, number: int, lookup: GroupLookup, first: int, end: int) -> GroupMatch:
@@ -227,7 +226,7 @@ class Matcher:
         read = SearchRunner(self, {number: lookup})
         with contextlib.suppress(IndexUnavailableError):
             ended = walk_all(lookup, first, end, read, to_first_gap=not whole, prefix=prefix)
-            if whole and not ended:
+            if whole and not ended and lookup.gapped:
                 read_behind_gaps(lookup, read, orphans=orphans, native=self._c.index.native_session())
         return lookup
 

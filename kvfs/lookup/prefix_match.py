@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
 from kvfs.errors import ConfigError
 from kvfs.index.rows import Place
@@ -16,6 +16,8 @@ from kvfs.pages.layout import Part
 from kvfs.segments.open_segments import OpenSegment
 from kvfs.types import Tier
 
+#: By group of a match, the chunks (as bits) that the page cache lacks.
+AskCold: TypeAlias = "Callable[[PrefixMatch], Mapping[str, int]]"
 #: Shared locks of an unclosed match end after this long, so that a forgotten one does not keep blocks allocated.
 HOLD_SECONDS = 60.0
 
@@ -147,7 +149,7 @@ class PrefixMatch:
     last_hash: bytes = field(default=b"", repr=False)  # chunk hash at its end
     tails: dict[int, int] = field(default_factory=dict, repr=False)  # end of what was published then, by segment
     hold: Hold | None = field(default=None, repr=False, compare=False)
-    page_tiers: Callable[[PrefixMatch], list[PageRef]] | None = field(default=None, repr=False, compare=False)
+    ask_cold: AskCold | None = field(default=None, repr=False, compare=False)
 
     def __repr__(self) -> str:
         pages = ", ".join(f"{g.count} of {g.name}" for g in self.groups) or "none"
@@ -171,9 +173,18 @@ class PrefixMatch:
     @property
     def pages(self) -> list[PageRef]:
         """The pages in load order, each with its current tier (the kernel is asked at this call)."""
-        if self.page_tiers is not None:
-            return self.page_tiers(self)
-        return [PageRef(g.name, c, Tier.DISK) for g in self.groups for c in range(g.first, g.first + g.count)]
+        cold, refs = self.cold(), list[PageRef]()
+        for g in self.groups:
+            disk = cold[g.name]
+            chunks = range(g.first, g.first + g.count)
+            refs += [PageRef(g.name, c, Tier.DISK if disk >> c & 1 else Tier.HOST) for c in chunks]
+        return refs
+
+    def cold(self) -> Mapping[str, int]:
+        """By group, the chunks (as bits) with a page that is on the disk only. The kernel is asked at this call."""
+        if self.ask_cold is None:
+            return {g.name: span(g.first, g.count) for g in self.groups}
+        return self.ask_cold(self)
 
     def group(self, name: str) -> GroupMatch:
         """The pages of one group; KeyError if the layout has no such group."""
@@ -218,7 +229,7 @@ class PrefixMatch:
         return iter(self.pages)
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "hold": None, "page_tiers": None}
+        return {**self.__dict__, "hold": None, "ask_cold": None}
 
 
 def restorable(groups: Iterable[GroupMatch], chunks: int, good: Mapping[str, int]) -> int:

@@ -106,6 +106,7 @@ class PromptPages:
         self._extra = dict(checked_extra(extra) or {})
         self._of_tokens = named is None
         self._prompt = named or Prompt(identity.digest, chunk_hash.ChunkHashes())
+        self.chunks = len(self._prompt.hashes)  # whole ones
         self._tail = b""  # tokens after the last full chunk
         #: group name -> set of chunks as bits: whole pages that were stored, or being written, at the last ``look``
         self.stored: dict[str, int] = {}
@@ -115,10 +116,6 @@ class PromptPages:
         self._first = 0  # where it began
         self._prefix = False  # whether the last ``look`` was for a prefix
         self.forget()
-
-    @property
-    def chunks(self) -> int:
-        return len(self._prompt.hashes)
 
     @property
     def tokens(self) -> int:
@@ -145,7 +142,8 @@ class PromptPages:
         hashes = chunk_hash.ChunkHashes(self._prompt.joined)
         more = chunk_hash.chain(data, size, hashes[-1] if hashes else self._identity.seed, extra)
         self._prompt = replace(self._prompt, hashes=hashes + more)
-        self._tail = data[(self.chunks - known) * size * chunk_hash.TOKEN_BYTES :]
+        self.chunks = known + len(more)
+        self._tail = data[len(more) * size * chunk_hash.TOKEN_BYTES :]
 
     def forget(self) -> None:
         """Treat nothing as stored until the next ``look``."""
@@ -164,7 +162,7 @@ class PromptPages:
         below = (1 << first) - 1
         lookups = [
             self._matcher.present(
-                self._prompt, number, group, group.full, first, self.chunks, whole=True, prefix=prefix
+                self._prompt, number, group, self._matcher.whole[number], first, self.chunks, whole=True, prefix=prefix
             )
             for number, group in enumerate(self._identity.layout.groups)
         ]
@@ -204,7 +202,10 @@ class PromptPages:
         self._check(first, {name: [chunk] for name, chunk in first.items()}, end)
         whole = not self._first and len(self._found) == len(self.stored)  # one lookup of each group, from chunk 0 on
         found = self._found if known and whole and not any(first.values()) else None
-        match = self._matcher.select(replace(self._prompt, hashes=self._prompt.hashes[:end]), first, found)
+        prompt = self._prompt
+        if end < self.chunks:
+            prompt = replace(prompt, hashes=prompt.hashes[:end])
+        match = self._matcher.select(prompt, first, found)
         self._selected_us = match.at_us
         return match
 
@@ -217,14 +218,16 @@ class PromptPages:
         missing = {name: tuple(sorted(set(chunks))) for name, chunks in wanted.items()}
         return SavePlan(self.chunks, tuple(self.hashes), missing, self._identity.digest, self._prompt.keyed)
 
-    def note_lookup(self, matched_tokens: int) -> None:
+    def note_lookup(self, matched_tokens: int, loads: PrefixMatch | None = None) -> None:
         """Count this prompt as one lookup; ``matched_tokens``: how many of its tokens the engine loads.
 
-        What ``look`` found counts as used, also where the engine has the pages and loads none.
+        What ``look`` found counts as used, also where the engine has the pages and loads none. ``loads``: the match
+        that it loads; the load itself notes the use of these pages.
         """
         at_us = self._selected_us or self._c.files.now_us()
         for lookup in self._found:
-            self._matcher.note_use(lookup, at_us)
+            noted = loads.group(lookup.group.name).present if loads is not None else 0
+            self._matcher.note_use(lookup, at_us, noted)
         self._matcher.count_tokens(self.chunks * self._identity.layout.page_tokens, matched_tokens)
 
     def _check(self, names: Mapping[str, object], chunks: Mapping[str, Sequence[int]], last: int) -> None:

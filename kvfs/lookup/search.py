@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import NamedTuple, TypeAlias
 
 from kvfs.index.native_session import NativeSession
@@ -106,7 +107,6 @@ class GroupLookup:
         self.gapped: list[int] = []  # runs that were read and lack chunks
         self._useful = useful_parts(want, ())
         self._prepared: PreparedLookup | None = None
-        self._page_key = page_keys(prompt.digest, group.name)
         self.extend(prompt)
 
     def extend(self, prompt: Prompt) -> None:
@@ -115,6 +115,10 @@ class GroupLookup:
         # one block of memory for the index thread: the hashes are in the cache of the caller's core, not in its own
         self._hashes = prompt.joined
         self._prepared = None
+
+    @cached_property
+    def _page_key(self) -> Callable[[bytes], bytes]:
+        return page_keys(self.prompt.digest, self.group.name)
 
     def use_parts(self, known: tuple[Part, ...]) -> None:
         """Set the parts that the namespace has; those that help are read, the most useful first."""

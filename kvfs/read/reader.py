@@ -15,7 +15,7 @@ from kvfs.format.codec import fits
 from kvfs.index.deadlines import COMMIT_SECONDS
 from kvfs.index.row_updates import forget
 from kvfs.index.rows import Place
-from kvfs.lookup.prefix_match import GroupMatch, Hold, PageRef, PrefixMatch, Source, used_ranges
+from kvfs.lookup.prefix_match import GroupMatch, Hold, PrefixMatch, Source, used_ranges
 from kvfs.pages.chunk_set import span
 from kvfs.pages.layout import Group
 from kvfs.read.assemble import assemble, decode_page
@@ -79,7 +79,7 @@ class Reader:
         if cold is None:
             return False
         self.touch(match)
-        self._c.counters.add_of(match.namespace, "bytes_loaded", gm.nbytes)
+        self._c.counters.add_of(match.namespace, bytes_loaded=gm.nbytes)
         missed = cold.bit_count() * match.page_tokens
         self._c.counters.loaded(match.namespace, {Tier.DISK: missed, Tier.HOST: match.tokens - missed})
         return True
@@ -118,7 +118,7 @@ class Reader:
 
     def _note(self, match: PrefixMatch, gm: GroupMatch, good: int, held: Mapping[int, OpenSegment]) -> None:
         self._note_access(match, gm, good, held)
-        self._c.counters.add_of(match.namespace, "bytes_loaded", good.bit_count() * gm.part_bytes)
+        self._c.counters.add_of(match.namespace, bytes_loaded=good.bit_count() * gm.part_bytes)
 
     def touch(self, match: PrefixMatch) -> None:
         """Set the access times of all pages of a match: one time for each segment, in microseconds from the match's."""
@@ -139,7 +139,7 @@ class Reader:
         good, bad, cold = self._fetcher.fetch(jobs, group.leaf_bytes(gm.want), out)
         rest = span(gm.first, gm.count) & ~covered
         if rest:
-            cold |= self._chunk_tiers(gm, held)[Tier.DISK] & rest
+            cold |= self._cold_chunks(gm, held) & rest
             bits, faults = self._assemble_rest(gm, group, rest, out, held)
             good |= bits
             bad += faults
@@ -247,24 +247,14 @@ class Reader:
 
     # -- tiers, access times, faults -----------------------------------------------------------
 
-    def tiers(self, match: PrefixMatch) -> list[PageRef]:
-        """Tier of every page of a match: HOST if the page cache has all of it."""
-        refs = []
+    def cold(self, match: PrefixMatch) -> dict[str, int]:
+        """By group of a match, the chunks (as bits) of which the page cache does not hold all."""
         with self.open_segments(match) as held:
-            for gm in match.groups:
-                disk = self._chunk_tiers(gm, held)[Tier.DISK]
-                chunks = range(gm.first, gm.first + gm.count)
-                refs += [PageRef(gm.name, c, Tier.DISK if disk >> c & 1 else Tier.HOST) for c in chunks]
-        return refs
+            return {gm.name: self._cold_chunks(gm, held) for gm in match.groups}
 
-    def _chunk_tiers(self, gm: GroupMatch, held: Mapping[int, OpenSegment]) -> dict[Tier, int]:
-        """The chunks, as bits, that are in the page cache now, and those that are only on the disk."""
-        wanted = span(gm.first, gm.count)
-        runs, _ = plan_runs(gm, held)
-        if sum(run.count for run in runs) == gm.count and all(
-            self._c.segments.cached_bytes(run.held, run.offset, run.span) == run.span for run in runs
-        ):  # the usual case, without an object for each page
-            return {Tier.DISK: 0, Tier.HOST: wanted}
+    def _cold_chunks(self, gm: GroupMatch, held: Mapping[int, OpenSegment]) -> int:
+        if self._has_cached(gm, held):  # the usual case, without an object for each page
+            return 0
         sources, cold = gm.sources(), 0
         spans: dict[int, tuple[int, int]] = {}  # of each segment, from its first page to its last one
         for each in sources.values():
@@ -278,7 +268,19 @@ class Reader:
             for chunk in range(gm.first, gm.first + gm.count):
                 if not all(self._in_cache(held, s.place) for s in sources.get(chunk, [])):
                     cold |= 1 << chunk
-        return {Tier.DISK: cold, Tier.HOST: wanted & ~cold}
+        return cold
+
+    def _has_cached(self, gm: GroupMatch, held: Mapping[int, OpenSegment]) -> bool:
+        """Whether the page cache has all records that were found, asked once for those that are stored together."""
+        for hit in gm.hits:
+            row = hit.row()
+            for e in row.extents if row is not None else ():
+                begin = e.block * fmt.BLOCK
+                end = begin + (e.chunks - 1) * e.stride * fmt.BLOCK + e.stored_bytes
+                used = hit.bits >> e.first & (1 << e.chunks) - 1
+                if used and not self._cached(held, e.segment, begin, end):
+                    return False
+        return True
 
     def _in_cache(self, held: Mapping[int, OpenSegment], place: Place) -> bool:
         begin = place.block * fmt.BLOCK

@@ -25,7 +25,7 @@ from kvfs.errors import IndexUnavailableError, NoSpaceError
 from kvfs.index.ledger import page_limit
 from kvfs.index.rows import RUN
 from kvfs.lookup.matcher import Matcher
-from kvfs.lookup.prefix_match import PageRef, PrefixMatch
+from kvfs.lookup.prefix_match import AskCold
 from kvfs.lookup.prompt_pages import prompt_of_hashes
 from kvfs.lookup.search import Prompt
 from kvfs.pages.chunk_hash import HASH_BYTES, ChunkHashes
@@ -100,7 +100,6 @@ class _Request:
 #: Which of the pages that follow page number ``int`` of an object are stored as they come, and the keys of their rows.
 _Early: TypeAlias = Callable[[_Wanted, int, Sequence[Page]], Sequence[Page]]
 _HeadOf: TypeAlias = Callable[[Page], bytes]
-Tiers: TypeAlias = Callable[[PrefixMatch], list[PageRef]]
 
 
 def described_of(identity: Identity) -> Described:
@@ -120,7 +119,7 @@ class Puller:
     fetch and verify; the caller's thread stores."""
 
     def __init__(
-        self, context: Context, active: ActiveSegments, tiers: Tiers, bucket: Bucket,
+        self, context: Context, active: ActiveSegments, ask_cold: AskCold, bucket: Bucket,
         progress: Callable[[], None] = lambda: None, uses: Uses | None = None,
     ) -> None:  # fmt: skip
         """``progress``: called whenever pages of a prompt were stored; an error of it ends the pull. ``uses``: where
@@ -130,7 +129,7 @@ class Puller:
         self._progress = progress
         self._before, self._weight = 0.0, 1.0  # of the work of a prompt: what is done, what is under way
         self.share = 0.0  # of the work of a prompt that is done
-        self._tiers = tiers
+        self._ask_cold = ask_cold
         self._bucket = bucket
         self._requests = context.settings.remote.requests
         self._begun: dict[str, _Request] = {}  # for objects that may be wanted, by name
@@ -184,7 +183,7 @@ class Puller:
 
         ConfigError, FormatError for the bucket; RemoteError if it does not answer at all.
         """
-        matcher = Matcher(self._c, described.digest, described.layout, self._tiers)
+        matcher = Matcher(self._c, described.digest, described.layout, self._ask_cold)
         end = len(prompt.hashes)
         reach = end if reach is None else reach
         with ThreadPoolExecutor(self._requests, "kvfs-pull") as pool:

@@ -135,7 +135,7 @@ class BucketServer:
             done = puller.done
             self._tell(number, pages=done.stored + done.skipped, nbytes=done.nbytes, share=puller.share)
 
-        puller = Puller(self._store.c, services.active, services.reader.tiers, self._bucket(), progress, self._noting())
+        puller = Puller(self._store.c, services.active, services.reader.cold, self._bucket(), progress, self._noting())
         return puller
 
     def _noting(self) -> Uses | None:

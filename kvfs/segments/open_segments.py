@@ -8,7 +8,7 @@ import fcntl
 import os
 import threading
 import weakref
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 
 from kvfs.directory.io_mode import CACHE, Mode
 from kvfs.directory.root import Directory
@@ -57,6 +57,10 @@ class HeldSegments(Mapping[int, OpenSegment]):
         self._held: Mapping[int, bytes] = {}  # ids of what was opened natively
         self._hold: SegmentHold | None = None
 
+    def is_of(self, ids: Mapping[int, bytes], generation: str) -> bool:
+        """Whether it holds the segments ``ids``, opened natively."""
+        return self._generation == generation and self._held == ids
+
     def hold(self, hold: SegmentHold, ids: Mapping[int, bytes]) -> None:
         """Add what ``hold`` has of ``ids``, the segments that it was made for."""
         self._hold, held = hold, hold.held()
@@ -98,6 +102,8 @@ class SegmentFiles:
         self._lock = threading.Lock()
         self._table: SegmentTable | None = None  # of what is opened natively
         self._open: weakref.WeakValueDictionary[bytes, OpenSegment] = weakref.WeakValueDictionary()
+        #: what the last match holds, if it is in use: requests of one batch often have pages in the same segments
+        self._last: Callable[[], HeldSegments | None] = lambda: None
         self._missing: dict[bytes, tuple[int, str]] = {}
         self._opener: Worker | None = None
         self._in_progress: object = None  # the request that the opener works on
@@ -123,9 +129,13 @@ class SegmentFiles:
 
     def _hold_now(self, segments: Mapping[int, bytes], generation: str) -> HeldSegments:
         """Those that can be held natively."""
-        table, held = self._native_table(), HeldSegments(self, generation)
+        table, last = self._native_table(), self._last()
+        if table is not None and last is not None and segments and last.is_of(segments, generation):
+            return last
+        held = HeldSegments(self, generation)
         if table is not None and segments:
             held.hold(SegmentHold(table, self._directory.sub("segments"), list(segments.values())), segments)
+            self._last = weakref.ref(held)
         return held
 
     def _native_table(self) -> SegmentTable | None:
@@ -310,7 +320,7 @@ class SegmentFiles:
         """In a forked child, where the parent's descriptors are closed: start without open segments."""
         self._lock = threading.Lock()
         self._open, self._missing, self._table = weakref.WeakValueDictionary(), {}, None
-        self._opener, self._in_progress, self._timed_out = None, None, None
+        self._opener, self._in_progress, self._timed_out, self._last = None, None, None, lambda: None
 
 
 def may_map(files: Files, held: OpenSegment) -> bool:

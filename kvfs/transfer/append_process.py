@@ -89,7 +89,7 @@ class AppendProcess:
         wait.seconds = min(wait.seconds, reply.waited)
         for name, n in reply.counts.items():
             if name in NAMESPACE_COUNTS:
-                self._c.counters.add_of(job.digest, name, n)
+                self._c.counters.add_of(job.digest, **{name: n})
             else:
                 self._c.counters.add(name, n)
         for chunk in reply.written:

@@ -6,10 +6,11 @@ The ring, the slots that saves may use of it, the unfinished transfers and every
 
 from __future__ import annotations
 
+import math
 import os
 import threading
 import time
-from collections import deque
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
@@ -27,7 +28,7 @@ from kvfs.pages.device_kv import DeviceKV
 from kvfs.pages.identity import Identity
 from kvfs.pages.layout import Part
 from kvfs.read.reader import Reader
-from kvfs.transfer.at_once import LoadsAtOnce
+from kvfs.transfer.at_once import LoadsAtOnce, SmallLoad
 from kvfs.transfer.control import OnDone, OnPage, Summary, TransferControl, TransferTask
 from kvfs.transfer.handle import Transfer
 from kvfs.transfer.load import BegunLoad, HostLoad, LoadJob, LoadRequest, Pages
@@ -37,7 +38,7 @@ from kvfs.transfer.staging import StagingRing
 from kvfs.transfer.unfinished import Unfinished
 from kvfs.transfer.units import UnitIds, Units, check_enough, checked_units, chunks_covered, to_load
 from kvfs.transfer.workers import Attached, JobThreads, TransportContext, Writes, make_ring
-from kvfs.types import ExtraKeys, SavePlan, TokensLike
+from kvfs.types import ExtraKeys, SavePlan, Tier, TokensLike, TransferResult, TransferState
 from kvfs.write.active_segments import SegmentClass
 from kvfs.write.appender import Appender
 
@@ -68,11 +69,12 @@ class HostIO:
         self._c, self._matcher, self._identity = context, matcher, identity
         self._retention, self._codec = retention, codec
         self._attached = self._check(device_kvs)
+        self._whole_last = sorted(self._attached.values(), key=lambda a: a.group.need.kind == "all")
         self._context = self._make_context(appender, reader, ring_bytes, dirty_bytes)
         self._pid = os.getpid()
         self._closed = False
-        self._kept: list[Callable[[], None]] = []  # loads that wait for ``load_at_once``
         self._at_once = LoadsAtOnce(self._context)
+        self._copying = threading.RLock()  # while a caller loads at once
         self._lock = threading.RLock()
         try:
             self._unfinished = Unfinished(context.files.monotonic)
@@ -193,7 +195,7 @@ class HostIO:
     def load(
         self, match: PrefixMatch, units: Units, after: Any = None, deadline: float = LOAD_SECONDS,
         first_token: int = 0, *, first_unit: int | Mapping[str, int] = 0, layerwise: bool = False,
-        gentle: bool = False, on_page: OnPage = None, on_done: OnDone = None, at_once: bool = False,
+        gentle: bool = False, on_page: OnPage = None, on_done: OnDone = None,
     ) -> Transfer:  # fmt: skip
         """Load the pages of ``match`` into ``units`` (as in ``save``; -1 = leave alone), from ``first_token`` on.
 
@@ -202,16 +204,11 @@ class HostIO:
         never reach a unit. Pages of keys are loaded one by one, also behind one that fails: ``on_page`` tells which.
         The match may have been made for larger parts, or in another process. ``layerwise``: the first layers of all
         pages come first, where the transport can do that (``Transfer.layer_ready``). ``gentle``: as in ``save``, for
-        what comes whole out of registered memory; it takes a tenth longer. ``at_once``: the caller calls
-        ``load_at_once`` next, so no thread begins a load that this may copy.
+        what comes whole out of registered memory; it takes a tenth longer.
         """
         self._check_open()
-        if match.namespace != self._identity.digest:
-            raise ConfigError("this match is of another namespace: use the one that is attached")
         _check_first(first_token)
-        ids = checked_units(self._attached, units, first_unit)
-        order = sorted(self._attached.values(), key=lambda a: a.group.need.kind == "all")
-        pages = [(a, self._wanted(match, a, ids.get(a.number, UnitIds("q")), first_token)) for a in order]
+        pages, ids = self._pages_of(match, units, first_token, first_unit)
         begun = None if gentle else self._begin_load(match, pages, after, layerwise=layerwise)
         try:
             tiers, names = TierAccounting(), {a.number: a.group.name for a in self._attached.values()}
@@ -227,8 +224,7 @@ class HostIO:
                 gentle=gentle,
             )  # fmt: skip
             job = self._load(request)
-            put = self._kept.append if at_once and isinstance(job, HostLoad) and job.is_small else None
-            return self._submit(handle, transfer, self._reads, job.run, job.run_now, put)
+            return self._submit(handle, transfer, self._reads, job.run, job.run_now)
         finally:
             if begun is not None:
                 begun.drop()
@@ -271,25 +267,25 @@ class HostIO:
         )  # fmt: skip
         return self._submit(handle, transfer, self._reads, self._load(request).run)
 
-    def load_at_once(self, seconds: float) -> None:
-        """Run loads that have not begun in the caller's thread, until ``seconds`` have passed: small ones, of pages
-        that the page cache holds. For an engine that computes nothing until a load has ended. Waits for no disk.
+    def load_at_once(self, loads: Sequence[tuple[PrefixMatch, Units]], seconds: float) -> list[TransferResult | None]:
+        """Load in the caller's thread, for about ``seconds``: for an engine that computes nothing meanwhile. All units
+        of a load from token 0 on, as in ``load``. Waits for no disk.
+
+        The result of each load that is whole. None of the others, which ``load`` is to do: large ones, those with pages
+        that the page cache lacks or that do not verify, those that there was no time for. Some of their pages may have
+        been copied. Raises ConfigError.
         """
-        end, runs, loaded = time.monotonic() + seconds, self._kept, list[HostLoad]()
-        self._kept = []
-        try:
-            while (run := self._reads.take()) is not None:
-                runs.append(run)  # all of them first: a thread that has one takes turns of the interpreter
-            small = deque(job for run in runs if isinstance(job := getattr(run, "__self__", None), HostLoad))
-            while small and time.monotonic() < end:
-                loaded += self._at_once.run_some(small)
-        finally:
-            done = set(map(id, loaded))
-            for run in runs:
-                if id(getattr(run, "__self__", None)) not in done:
-                    self._reads.put(run)
-            if loaded:  # in a thread that runs no signal handler
-                self._reads.put(partial(_end_all, loaded))
+        self._check_open()
+        end = self._c.files.monotonic() + seconds
+        small = [SmallLoad(match, *self._pages_of(match, units)) for match, units in loads]
+        with self._copying:
+            results = self._at_once.run(small, -math.inf if self._closed else end)
+        tokens, loaded = Counter[Tier](), [result for result in results if result is not None]
+        for result in loaded:
+            tokens.update(result.tiers)
+        self._count_loaded(tokens)
+        self._c.counters.add(f"loads_{TransferState.DONE.value}", len(loaded))
+        return results
 
     def warm(self, match: PrefixMatch, deadline: float = WARM_SECONDS) -> int:
         """Register what a match needs ahead of its load, on a GPU; bytes of it that need not go through the ring then.
@@ -329,8 +325,9 @@ class HostIO:
         end = time.monotonic() + timeout
         with self._lock:
             self._closed = True
-        self.load_at_once(0.0)  # what the caller has kept for itself goes to the threads
-        left = self._unfinished.wait(timeout)
+        if self._copying.acquire(timeout=timeout):  # a caller that loads at once has ended
+            self._copying.release()
+        left = self._unfinished.wait(max(0.0, end - time.monotonic()))
         for transfer in left:
             transfer.stop("closed")
         self.ring.close()
@@ -357,6 +354,17 @@ class HostIO:
         self._check_process()
         if self._closed:
             raise ConfigError("this HostIO was closed: call ns.attach(...) again")
+
+    def _pages_of(
+        self, match: PrefixMatch, units: Units, first_token: int = 0, first_unit: int | Mapping[str, int] = 0
+    ) -> tuple[Pages, dict[int, UnitIds]]:
+        """The pages of a load, and its units by group number. ConfigError."""
+        if match.namespace != self._identity.digest:
+            raise ConfigError("this match is of another namespace: use the one that is attached")
+        ids = checked_units(self._attached, units, first_unit)
+        return [
+            (a, self._wanted(match, a, ids.get(a.number, UnitIds("q")), first_token)) for a in self._whole_last
+        ], ids
 
     def _wanted(self, match: PrefixMatch, a: Attached, ids: UnitIds, first_token: int) -> list[int]:
         """Chunks of a match that have a unit to load into."""
@@ -395,7 +403,7 @@ class HostIO:
 
     def _submit(
         self, handle: Transfer, transfer: TransferControl, pool: JobThreads, run: Callable[[], None],
-        run_now: Callable[[], bool] = lambda: False, put: Callable[[Callable[[], None]], None] | None = None,
+        run_now: Callable[[], bool] = lambda: False,
     ) -> Transfer:  # fmt: skip
         if pool is self._reads and self._context.read_hangs():
             return _refuse(handle, transfer, "disk")
@@ -413,7 +421,7 @@ class HostIO:
             raise
         finally:
             if not began:
-                (put or pool.put)(run)
+                pool.put(run)
         return handle
 
     def _backlog(self, pool: JobThreads) -> int:
@@ -429,21 +437,21 @@ class HostIO:
         """Release the match's segments, which are held from the call of ``load`` on; count its tokens."""
         if hold is not None:
             hold.release()
-        first = next(iter(self._attached.values()))
-        if transfer.result is not None and first.part.head == first.part.layer == 0 and first.device.writes(0):
-            self._c.counters.loaded(self._identity.digest, transfer.result.tiers)
+        if transfer.result is not None:
+            self._count_loaded(transfer.result.tiers)
         self._forget(transfer)
+
+    def _count_loaded(self, tokens: Mapping[Tier, int]) -> None:
+        """Count tokens that loads restored; among several ranks one does."""
+        first = next(iter(self._attached.values()))
+        if first.part.head == first.part.layer == 0 and first.device.writes(0):
+            self._c.counters.loaded(self._identity.digest, tokens)
 
 
 def _refuse(handle: Transfer, transfer: TransferControl, reason: str) -> Transfer:
     transfer.stop(reason)
     transfer.end()
     return handle
-
-
-def _end_all(loads: Sequence[HostLoad]) -> None:
-    for load in loads:
-        load.end()
 
 
 def _check_plan(plan: SavePlan) -> None:

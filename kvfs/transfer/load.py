@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Protocol, TypeAlias
 
 from kvfs.lookup.incremental import Lookahead
 from kvfs.lookup.prefix_match import GroupMatch, PrefixMatch
 from kvfs.pages.chunk_set import bits_of, span
-from kvfs.pages.host_copy import CellTargets, scatter_pages
-from kvfs.read.plan import Scatter
+from kvfs.pages.host_copy import scatter_pages
 from kvfs.segments.open_segments import OpenSegment
 from kvfs.transfer.control import TransferControl
 from kvfs.transfer.outcome import TierAccounting, restored
@@ -22,9 +20,6 @@ from kvfs.types import PageOutcome, Tier, TransferState
 
 #: The chunks of each group.
 Pages: TypeAlias = "Sequence[tuple[Attached, list[int]]]"
-#: Where the cells of a group go, from a token on.
-TargetsOf: TypeAlias = "Callable[[Attached, int], CellTargets]"
-AT_ONCE_BYTES = 8 << 20  # of a load that an engine's own thread may copy: about 2 ms
 
 
 class BegunLoad(Protocol):
@@ -114,60 +109,6 @@ class HostLoad:
                 lookahead.release()
             transfer.end()
 
-    @property
-    def nbytes(self) -> int:
-        """Bytes of its pages, as far as they are known."""
-        return sum(attached.page_bytes * len(chunks) for attached, chunks in self._request.pages)
-
-    @property
-    def is_small(self) -> bool:
-        """Whether an engine's own thread may copy it, as far as its request says.
-
-        Not in mode staging: no page is in the page cache, and even a read that waits for no disk has the kernel read
-        ahead into it.
-        """
-        request = self._request
-        if request.lookahead is not None or request.after is not None or self._context.store.mode.direct:
-            return False
-        return self.nbytes <= AT_ONCE_BYTES
-
-    def begin_at_once(self, stack: ExitStack, number: int, targets: TargetsOf) -> list[Scatter] | None:
-        """What has to be copied, if an engine's own thread may do that. A step lasts until the stack ends.
-
-        Otherwise None, and ``run`` is to follow. ``number``: of this load among those that are copied together.
-        """
-        request, transfer, hold = self._request, self._transfer, self._request.match.hold
-        if transfer.stopped or self._context.late(transfer) or not self.is_small or hold is None or not hold.acquire():
-            return None
-        stack.callback(hold.release)
-        if not stack.enter_context(transfer.step(tell=False)):  # a callback may cancel others of these
-            return None
-        transfer.enter(TransferState.LOADING)
-        pages = []
-        for attached, chunks in request.pages:
-            if not chunks:  # a caller may leave out the units of such a group
-                continue
-            gm = request.match.group(attached.group.name).for_part(attached.part, attached.page_bytes)
-            leaf, units = attached.group.leaf_bytes(attached.part), request.units[attached.number]
-            for first, count in _neighbours(chunks):
-                pages.append(Scatter(
-                    number, request.match, gm.cut(first, count), hold.held, leaf, attached.group.states, units,
-                    targets(attached, request.first_token),
-                ))  # fmt: skip
-        return pages
-
-    def settle_at_once(self) -> None:
-        """All of it has been copied; the step has not ended. ``end`` follows."""
-        for attached, chunks in self._request.pages:
-            good = bits_of(chunks)
-            self._request.tiers.note(attached.number, good, Tier.HOST)
-            self._transfer.settle(attached.number, good, PageOutcome.LOADED)
-            self._transfer.layers_ready(attached.group.layers)
-
-    def end(self) -> None:
-        """After ``settle_at_once``."""
-        self._transfer.end()
-
     def _load(self, attached: Attached, chunks: list[int], held: Mapping[int, OpenSegment]) -> bool:
         """Load a group; whether all of its pages were loaded."""
         context, transfer, match = self._context, self._transfer, self._request.match
@@ -237,7 +178,7 @@ class HostLoad:
         Appends (tier, chunks as bits) to ``read``.
         """
         good, at, size = 0, 0, attached.page_bytes
-        for first, count in _neighbours(chunks):
+        for first, count in neighbours(chunks):
             target = memory[at * size : (at + count) * size]
             bits, tiers = self._context.reader.load_run(
                 self._request.match, gm.cut(first, count), attached.group, target, held
@@ -248,7 +189,7 @@ class HostLoad:
         return good
 
 
-def _neighbours(chunks: Sequence[int]) -> Iterator[tuple[int, int]]:
+def neighbours(chunks: Sequence[int]) -> Iterator[tuple[int, int]]:
     """(first, count) of each stretch of consecutive chunks."""
     first = 0
     for i in range(1, len(chunks) + 1):

@@ -18,7 +18,7 @@ import time
 import weakref
 from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass, field
-from queue import Empty, SimpleQueue
+from queue import SimpleQueue
 from typing import Any, NamedTuple
 
 from kvfs.context import Context
@@ -147,15 +147,6 @@ class JobThreads:
 
     def put(self, run: Callable[[], None]) -> None:
         self._queue.put(run)
-
-    def take(self) -> Callable[[], None] | None:
-        """The oldest call that has not begun, for the caller to run; None if there is none."""
-        with contextlib.suppress(Empty):
-            run = self._queue.get_nowait()
-            if run is not None:
-                return run
-            self._queue.put(None)  # for one of the threads, which is to end
-        return None
 
     @property
     def waiting(self) -> int:

@@ -187,12 +187,12 @@ class Appender:
                     continue
             outcome.declined += len(chunks) - done
             break
-        self._c.counters.add_of(job.digest, "pages_stored", outcome.stored)
+        self._c.counters.add_of(job.digest, pages_stored=outcome.stored)
         self._c.counters.add("pages_skipped", outcome.skipped)
         self._c.counters.add("pages_in_flight", outcome.in_flight)
         if outcome.declined:
             self._c.counters.add(f"pages_declined_{outcome.reason}", outcome.declined)
-            self._c.counters.add_of(job.digest, "pages_declined", outcome.declined)
+            self._c.counters.add_of(job.digest, pages_declined=outcome.declined)
         return outcome
 
     def _batch(self, job: AppendJob, chunks: Sequence[int], outcome: Outcome, wait: RoomWait) -> int:
@@ -271,7 +271,7 @@ class Appender:
             self._active.note_dirty(job.segment_class)
         stored = self._publish(job, named, active)
         written = sum(len(r.payload) for r in records)
-        self._c.counters.add_of(job.digest, "bytes_written", written)
+        self._c.counters.add_of(job.digest, bytes_written=written)
         self._stored(sum(fmt.align(len(r.payload)) for r in records))
         return stored
 

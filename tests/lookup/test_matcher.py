@@ -243,6 +243,25 @@ def test_a_use_without_a_load_is_stamped_for_what_was_found(
     assert {at for _, at in stamped} == {clock(ns).now_us()}
 
 
+def test_the_pages_of_a_load_are_stamped_by_it(ns: kvfs.Namespace, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not when the engine decides; what it has already, or leaves out, is."""
+    stamped: list[int] = []
+    monkeypatch.setattr(ns._c.access_times, "stamp", lambda _, first, at: stamped.extend(range(first, first + len(at))))
+    pages = ns.prompt(put(ns, 1, 4))
+    pages.look()
+    stamped.clear()
+    with pages.select({"full": 0}, 4, known=True) as match:
+        pages.note_lookup(4 * PAGE_TOKENS, match)
+        assert stamped == []
+        ns.get(match, bytearray(match.nbytes))
+        whole = sorted(stamped)
+        assert len(whole) == 4
+    stamped.clear()
+    with pages.select({"full": 1}, 3) as match:
+        pages.note_lookup(2 * PAGE_TOKENS, match)
+        assert {whole[0], whole[3]} <= set(stamped), "at least: pages that are stored together have one stamp"
+
+
 def test_what_is_not_asked_of_the_index_again(ns: kvfs.Namespace, monkeypatch: pytest.MonkeyPatch) -> None:
     """A commit since a lookup makes it worthless for a match of pages that the caller has chosen."""
     tokens = put(ns, 1, 4)

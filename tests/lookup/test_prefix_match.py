@@ -64,13 +64,13 @@ def test_a_match_is_complete_when_it_is_made(tmp_path: Any, how: str) -> None:
         group = ns.layout.groups[0].name
         with ns.match(tokens) if how == "match" else ns.prompt(tokens).select({group: 0}, end=3) as match:
             assert match.hold is not None and match.hold.held.keys() == match.segments.keys() == match.tails.keys()
-            assert match.at_us and match.last_hash == ns.chunk_hashes(tokens)[-1] and match.page_tiers is not None
+            assert match.at_us and match.last_hash == ns.chunk_hashes(tokens)[-1] and match.ask_cold is not None
             assert [page.chunk for page in match.pages] == [0, 1, 2]
             field: Any = "hold"
             with pytest.raises(FrozenInstanceError):
                 setattr(match, field, None)
             copy = pickle.loads(pickle.dumps(match))
-            assert copy == match and copy.hold is None and copy.page_tiers is None
+            assert copy == match and copy.hold is None and copy.ask_cold is None
 
 
 def test_neighbouring_records_are_one_range_of_the_used_ones() -> None:
@@ -175,8 +175,9 @@ def test_what_a_match_says_of_itself() -> None:
         match.group("x")
     pages = [PageRef("full", 0, Tier.DISK), PageRef("full", 1, Tier.DISK), PageRef("window", 1, Tier.DISK)]
     assert match.pages == list(match) == pages
-    told = match_of(one, page_tiers=lambda made: [PageRef("full", made.chunks, Tier.HOST)])
-    assert told.pages == [PageRef("full", 2, Tier.HOST)]
+    assert match.cold() == {"full": 0b11, "window": 0b10}
+    told = match_of(one, ask_cold=lambda made: {"full": made.chunks})
+    assert told.pages == [PageRef("full", 0, Tier.HOST), PageRef("full", 1, Tier.DISK)]
     for good, chunks in (
         ({"full": 3, "window": 2}, 2), ({"full": 1, "window": 2}, 0), ({"full": 1, "window": 1}, 1),
         ({"full": 3, "window": 0}, 0), ({"full": 2, "window": 3}, 0),

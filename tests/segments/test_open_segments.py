@@ -7,6 +7,7 @@ import errno
 import gc
 import os
 import threading
+import weakref
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -17,6 +18,7 @@ import pytest
 import kvfs
 from kvfs.directory.root import Directory
 from kvfs.format import segment as fmt
+from kvfs.native import library
 from kvfs.segments import open_segments
 from kvfs.segments.open_segments import HeldSegments, OpenSegment, SegmentFiles, may_map, sealed_bytes
 from kvfs.system.files import Files
@@ -155,6 +157,31 @@ def test_all_segments_of_a_lookup(opener: SegmentFiles, ids: dict[int, bytes]) -
     opener.close()
     opener.close()
     assert opener._opener is None and sorted(opener.acquire_all(ids, "g", 5.0)) == [1, 2, 3], "in the caller's thread"
+
+
+def test_matches_of_the_same_segments_share_their_hold(store_at: Path, ids: dict[int, bytes]) -> None:
+    """As long as one of them is in use; the requests of a batch often have pages in the same segments."""
+    if library.loaded() is None:
+        pytest.skip(f"the native library is {library.state()}")
+    with contextlib.closing(Directory(str(store_at), Files(), read_only=True)) as directory:
+        directory.sub("segments")
+        made = SegmentFiles(directory)
+        first, before = made.acquire_all(ids, "g", 5.0), descriptors()
+        assert made.acquire_all(dict(ids), "g", 5.0) is first
+        others = [
+            made.acquire_all({1: ids[1]}, "g", 5.0), made.acquire_all({**ids, 9: b"x" * 16}, "g", 5.0),
+            made.acquire_all({2: ids[1], 1: ids[2], 3: ids[3]}, "g", 5.0), made.acquire_all(ids, "h", 5.0),
+        ]  # fmt: skip
+        assert not any(other is first for other in others)
+        assert [sorted(other) for other in others] == [[1], [1, 2, 3], [1, 2, 3], [1, 2, 3]]
+        del others
+        last = made.acquire_all(ids, "g", 5.0)
+        shared = weakref.ref(last)
+        made.abandon()
+        assert made.acquire_all(ids, "g", 5.0) is not last
+        del first, last
+        gc.collect()
+        assert shared() is None and descriptors() <= before, "what is shared keeps nothing open"
 
 
 def test_while_an_open_hangs_callers_get_what_is_open(

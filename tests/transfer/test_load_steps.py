@@ -12,7 +12,7 @@ import pytest
 from kvfs.lookup.prefix_match import GroupMatch, PrefixMatch
 from kvfs.pages.layout import Part
 from kvfs.transfer import load as load_module
-from kvfs.transfer.load import AT_ONCE_BYTES, HostLoad, LoadRequest, _neighbours, finish_lookup
+from kvfs.transfer.load import HostLoad, LoadRequest, finish_lookup, neighbours
 from kvfs.transfer.outcome import TierAccounting
 from kvfs.transfer.staging import SlotState
 from kvfs.types import PageOutcome, Tier
@@ -184,22 +184,6 @@ def test_a_group_is_loaded_only_as_far_as_the_others_can_be(monkeypatch: pytest.
     assert [chunks for _, chunks in stage.scattered] == [[0, 1, 2]]
 
 
-@pytest.mark.parametrize(
-    ("how", "nbytes", "small"),
-    [
-        ({}, AT_ONCE_BYTES, True), ({}, AT_ONCE_BYTES + 1, False), ({"after": object()}, 1, False),
-        ({"lookahead": object()}, 1, False), ({"direct": True}, 1, False),
-    ],
-)  # fmt: skip
-def test_small_loads_that_wait_for_nothing_may_be_copied_by_the_engine(
-    monkeypatch: pytest.MonkeyPatch, how: dict[str, Any], nbytes: int, small: bool
-) -> None:
-    stage = Stage(monkeypatch, slots=[], direct=how.pop("direct", False))
-    pages = [(attached(page_bytes=nbytes), [3]), (attached(1, "other", page_bytes=99), [])]
-    load = stage.load(pages, match_of(group_match()), **how)
-    assert load.is_small is small and load.nbytes == nbytes and load.run_now() is False
-
-
 def test_a_lookup_that_is_finished_offers_the_pages_that_were_found(monkeypatch: pytest.MonkeyPatch) -> None:
     for stopped, late, go_on in ((False, False, True), (True, False, False), (False, True, False)):
         stage, asked = Stage(monkeypatch, slots=[], stopped=stopped, late=late), list[bool]()
@@ -225,12 +209,4 @@ def test_a_lookup_that_is_finished_offers_the_pages_that_were_found(monkeypatch:
     ],
 )  # fmt: skip
 def test_neighbours_are_consecutive_chunks(chunks: list[int], found: list[tuple[int, int]]) -> None:
-    assert list(_neighbours(chunks)) == found
-
-
-def test_what_was_copied_at_once_came_from_the_page_cache(monkeypatch: pytest.MonkeyPatch) -> None:
-    stage = Stage(monkeypatch, slots=[])
-    load = stage.load([(attached(), [0, 2]), (attached(1, "other"), [])], match_of(group_match()))
-    load.settle_at_once()
-    assert stage.settled == [(0b101, PageOutcome.LOADED), (0, PageOutcome.LOADED)] and stage.notes == [(0,), (1,)]
-    assert stage.tiers.slowest({0: 0b111})[Tier.HOST] == 0b101
+    assert list(neighbours(chunks)) == found

@@ -83,30 +83,6 @@ def test_each_thread_ends_behind_what_was_put_before() -> None:
     assert sorted(ran) == list(range(20)) and ended == [1, 1, 1]
 
 
-def test_a_caller_may_take_what_has_not_begun() -> None:
-    free, begun = threading.Event(), threading.Event()
-    threads = JobThreads("test", 1)
-
-    def block() -> None:
-        begun.set()
-        free.wait(10.0)
-
-    threads.put(block)
-    assert begun.wait(10.0)
-    assert threads.waiting == 0 and threads.take() is None
-    first, second = (lambda: None), (lambda: None)
-    threads.put(first)
-    threads.put(second)
-    assert threads.waiting == 2
-    assert threads.take() is first and threads.take() is second and threads.take() is None
-    threads.dismiss()
-    assert threads.take() is None, "the end of a thread is no call"
-    assert threads.waiting == 1, "and stays for it"
-    free.set()
-    threads.join(10.0)
-    assert not threads._threads[0].is_alive()
-
-
 def test_threads_end_when_nobody_has_them_any_more() -> None:
     threads = JobThreads("test", 2)
     alive = list(threads._threads)

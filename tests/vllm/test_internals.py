@@ -11,6 +11,7 @@ import pytest
 from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading import scheduler
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading.common import OffloadingWorkerMetadata
+from vllm.distributed.kv_transfer.kv_connector.v1.offloading.events import OffloadingEventsTracker
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading.worker import OffloadingConnectorWorker
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading_connector import OffloadingConnector
 from vllm.v1.core.kv_cache_manager import KVCacheBlocks
@@ -32,6 +33,7 @@ OWNERS = {
     "SchedulerOffloadConfig": (scheduler.SchedulerOffloadConfig,),
     "OffloadingConnectorWorker": (OffloadingConnectorWorker,),
     "OffloadingWorkerMetadata": (OffloadingWorkerMetadata,),
+    "OffloadingEventsTracker": (OffloadingEventsTracker,),
     "KVCacheBlocks": (KVCacheBlocks,),
 }  # fmt: skip
 

@@ -38,10 +38,10 @@ from kvfs.integrations.vllm import adapters, costs, manager, prefetch
 from kvfs.integrations.vllm.connector import KvfsConnector
 from kvfs.integrations.vllm.prefetch import Prefetcher
 from kvfs.lookup import matcher
-from kvfs.lookup.prefix_match import PageRef, PrefixMatch
+from kvfs.lookup.prefix_match import PrefixMatch
 from kvfs.lookup.prompt_pages import PromptPages
 from kvfs.maintenance.warm import Warmed
-from kvfs.types import Tier
+from kvfs.pages.chunk_set import bits_of
 
 BLOCK, TOKENS, HIT = 16, 130, 128  # of a block, of a prompt, of the two pages in it
 FIRST = range(1, 10)  # blocks of a request
@@ -466,8 +466,9 @@ class SlowDisk:
         self.asked: list[Any] = []
         monkeypatch.setattr(self.manager._prefetcher, "ask", self.asked.append)
 
-    def tiers(self, match: Any) -> list[PageRef]:
-        return [PageRef("full0", n, Tier.DISK if n in self.cold else Tier.HOST) for n in range(match.chunks)]
+    def pages(self) -> dict[str, int]:
+        """In place of ``PrefixMatch.cold``."""
+        return {"full0": bits_of(sorted(self.cold))}
 
 
 @pytest.mark.parametrize(("cold", "tokens"), [({0, 1}, 0), ({1}, 64), ({0}, 0), (set(), HIT)])
@@ -476,7 +477,7 @@ def test_a_disk_slower_than_computing_is_not_waited_for(
 ) -> None:
     disk = SlowDisk(connector, monkeypatch)
     disk.cold = cold
-    monkeypatch.setattr(PrefixMatch, "pages", property(disk.tiers))
+    monkeypatch.setattr(PrefixMatch, "cold", lambda match: disk.pages())
     publish(connector, arrive(connector, "stored"))
     request = arrive(connector, "stored")
     assert connector.get_num_new_matched_tokens(request, 0) == (tokens, tokens > 0)
@@ -505,10 +506,7 @@ def test_hits_are_counted_by_where_they_come_from(
 ) -> None:
     publish(connector, arrive(connector, "stored"))
     request = arrive(connector, "stored")
-    monkeypatch.setattr(
-        PrefixMatch, "pages",
-        property(lambda match: [PageRef("full0", n, Tier.DISK if n in cold else Tier.HOST) for n in range(2)]),
-    )  # fmt: skip
+    monkeypatch.setattr(PrefixMatch, "cold", lambda match: {"full0": bits_of(sorted(cold))})
     asked = []
     by_chunk = connector._manager.get_load_source
     monkeypatch.setattr(
@@ -526,7 +524,7 @@ def test_what_was_not_worth_a_load_is_not_stored_again(
 ) -> None:
     disk = SlowDisk(connector, monkeypatch)
     disk.cold = {0, 1}
-    monkeypatch.setattr(PrefixMatch, "pages", property(disk.tiers))
+    monkeypatch.setattr(PrefixMatch, "cold", lambda match: disk.pages())
     publish(connector, arrive(connector, "stored"))
     request = arrive(connector, "stored")
     assert connector.get_num_new_matched_tokens(request, 0) == (0, False)
@@ -717,6 +715,29 @@ def test_a_prompt_of_which_nothing_is_stored_is_looked_up_no_further(
     assert connector.get_num_new_matched_tokens(request, 0) == (0, False) and not behind
     allocate(connector, request, FIRST)
     assert step(connector, (request, FIRST)).store_jobs and behind, "what is stored already is not stored again"
+
+
+def test_chunks_that_are_known_to_be_stored_are_not_asked_one_by_one(
+    connector: KvfsConnector, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    publish(connector, arrive(connector, "stored"))
+    asked: list[Any] = []
+    lookup = connector._manager.lookup
+    monkeypatch.setattr(connector._manager, "lookup", lambda key, context: asked.append(key) or lookup(key, context))
+    request = arrive(connector, "stored")
+    assert connector.get_num_new_matched_tokens(request, 0) == (HIT, True) and len(asked) <= 1
+    assert connector.get_num_new_matched_tokens(request, 64) == (HIT - 64, True)
+    asked.clear()
+    assert connector.get_num_new_matched_tokens(arrive(connector, "other"), 0) == (0, False) and len(asked) == 1
+    tracker = connector._half._events_tracker
+    monkeypatch.setattr(tracker, "self_describing_enabled", True)
+    seen: list[int] = []
+    monkeypatch.setattr(tracker, "record_lookup", lambda request, group, chunk, key: seen.append(chunk))
+    assert connector.get_num_new_matched_tokens(request, 0) == (HIT, True)
+    assert (
+        seen == list(range(len(seen)))
+        and len(seen) * connector._half.config.kv_group_configs[0].tokens_per_chunk == HIT
+    )
 
 
 def test_what_the_engine_has_of_a_prompt_makes_pages_behind_a_gap_useful(

@@ -205,7 +205,7 @@ def batch(rounds: int) -> None:
 
 
 def loads(rounds: int) -> None:
-    """The loads of such a batch alone, without an engine: 32 of 12 pages in host memory, submitted together. CPU ms of
+    """The loads of such a batch alone, without an engine: 32 of 12 pages in host memory, together. CPU ms of
     the process, and ms until the last one has ended."""
     import torch
 
@@ -215,7 +215,7 @@ def loads(rounds: int) -> None:
     layout = kvfs.PageLayout.kv(layers=4, kv_heads=2, head_dim=32, dtype=torch.bfloat16, page_tokens=64)
     tensors = [torch.zeros(1024, 2, 32, 64, dtype=torch.bfloat16) for _ in range(4)]
     described = kvfs.describe(layout.groups[0], tensors, "block,head,token,2*dim")
-    ways = {"threads": False, "the caller helps": True, "threads, KVFS_NATIVE=0": False}
+    ways = {"threads": False, "the caller's thread": True, "threads, KVFS_NATIVE=0": False}
     seen: dict[str, list[tuple[float, float]]] = {}
     with (
         tempfile.TemporaryDirectory() as folder,
@@ -230,13 +230,15 @@ def loads(rounds: int) -> None:
             ns.put(prompt, random.Random(n).randbytes(12 * layout.page_bytes))
             matches.append(stack.enter_context(ns.match(prompt)))
         for _ in range(rounds + 1):
-            for way, helps in ways.items():
+            for way, at_once in ways.items():
                 with library.paused() if "NATIVE" in way else nullcontext():
                     began, busy = time.perf_counter(), time.process_time()
-                    transfers = [io.load(match, [n * 24 + i for i in range(24)]) for n, match in enumerate(matches)]
-                    if helps:
-                        io.load_at_once(1.0)
-                    done = [transfer.wait(STORE_SECONDS) for transfer in transfers]
+                    wanted = [(match, [n * 24 + i for i in range(24)]) for n, match in enumerate(matches)]
+                    if at_once:
+                        done = io.load_at_once(wanted, 1.0)
+                    else:
+                        transfers = [io.load(match, units) for match, units in wanted]
+                        done = [transfer.wait(STORE_SECONDS) for transfer in transfers]
                     took = time.process_time() - busy, time.perf_counter() - began
                 assert all(result is not None and result.pages == 12 for result in done)
                 seen.setdefault(way, []).append((1000 * took[0], 1000 * took[1]))

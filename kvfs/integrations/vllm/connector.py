@@ -27,7 +27,7 @@ from vllm.logger import init_logger
 from vllm.v1.core.kv_cache_manager import KVCacheBlocks
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.kv_cache_interface import KVCacheConfig
-from vllm.v1.kv_offload.base import CanonicalKVCaches, OffloadingManager, OffloadingSpec, OffloadingWorker
+from vllm.v1.kv_offload.base import CanonicalKVCaches, OffloadingManager, OffloadingSpec, OffloadingWorker, ReqContext
 from vllm.v1.kv_offload.config import OffloadingConfig
 from vllm.v1.metrics.cache_hit_source import CacheHitSource
 from vllm.v1.outputs import KVConnectorOutput
@@ -189,6 +189,8 @@ class KvfsConnectorScheduler(SchedulerHalf):
 
     def __init__(self, spec: OffloadingSpec, config: VllmConfig, cache: KVCacheConfig, page_tokens: int) -> None:
         super().__init__(spec, config, cache)
+        assert isinstance(self.manager, KvfsManager)
+        self.kvfs = self.manager
         self.page_tokens = page_tokens
         self.foreign_loads = 0  # steps so far in which another connector loaded
         self._known = 0  # of these, how many have an outcome
@@ -202,11 +204,14 @@ class KvfsConnectorScheduler(SchedulerHalf):
 
     def get_external_cache_hit_sources(self, request: Request, num_external_tokens: int) -> dict[CacheHitSource, int]:
         # vLLM's half asks for each chunk, and sorts them, before the load may start
-        source = self.manager.load_source(request.request_id) if num_external_tokens else None
+        source = self.kvfs.load_source(request.request_id) if num_external_tokens else None
         if source is not None:
             return {source: num_external_tokens}
         sources: dict[CacheHitSource, int] = super().get_external_cache_hit_sources(request, num_external_tokens)
         return sources
+
+    def leading_tokens(self, group: int, context: ReqContext) -> int:
+        return self.kvfs.leading_tokens(group, context)
 
     def storable(self, scheduler_output: SchedulerOutput) -> SchedulerOutput:
         ended = scheduler_output.finished_req_ids or set()
@@ -309,6 +314,11 @@ class KvfsConnectorWorker(WorkerHalf):
         if isinstance(self.worker, KvfsWorker):
             self.worker.idle = idle
 
+    def load_at_once(self) -> None:
+        """After the loads of a step were submitted."""
+        if isinstance(self.worker, KvfsWorker):
+            self.worker.load_at_once()
+
     def take_stats(self) -> KVConnectorStats | None:
         return self.worker.metrics.take() if isinstance(self.worker, KvfsWorker) else None
 
@@ -336,7 +346,9 @@ class KvfsConnector(ConnectorShell):
         self._spec = spec
         model = spec.open(vllm_config, kv_cache_config, self._layers)
         if role is KVConnectorRole.SCHEDULER:
-            self.connector_scheduler = KvfsConnectorScheduler(spec, vllm_config, kv_cache_config, model.page_tokens)
+            self._half = KvfsConnectorScheduler(spec, vllm_config, kv_cache_config, model.page_tokens)
+            self._manager = self._half.kvfs
+            self.connector_scheduler = self._half
             logger.info(
                 "kvfs: %s, namespace %s of %s, pages of %d tokens and %d bytes",
                 settings_of(spec.extra_config).path, spec.namespace.identity.digest.hex()[:12], model.name,
@@ -344,18 +356,6 @@ class KvfsConnector(ConnectorShell):
             )  # fmt: skip
         else:
             self.connector_worker = KvfsConnectorWorker(spec, vllm_config, kv_cache_config, model)
-
-    @property
-    def _half(self) -> KvfsConnectorScheduler:
-        half = self.scheduler
-        assert isinstance(half, KvfsConnectorScheduler)
-        return half
-
-    @property
-    def _manager(self) -> KvfsManager:
-        manager = self.scheduler.manager
-        assert isinstance(manager, KvfsManager)
-        return manager
 
     # -- scheduler ---------------------------------------------------------------------------
 
@@ -463,6 +463,7 @@ class KvfsConnector(ConnectorShell):
         # the older runner tells by the context whether anything is computed, the newer one by arguments
         worker.note_idle(forward_context.attn_metadata is None and not kwargs)
         super().start_load_kv(forward_context, **kwargs)
+        worker.load_at_once()
 
     def get_transfer_results(self, finished_req_ids: set[str]) -> KVConnectorTransferResults:
         worker = self.connector_worker

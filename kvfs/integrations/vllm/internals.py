@@ -6,7 +6,7 @@ The only module that reads or overrides a private name of vLLM's connector. ``NA
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -20,7 +20,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.offloading_connector import Of
 from vllm.v1.core.kv_cache_manager import KVCacheBlocks
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.kv_cache_interface import KVCacheConfig
-from vllm.v1.kv_offload.base import OffloadingSpec, TransferResult
+from vllm.v1.kv_offload.base import OffloadingSpec, OffloadKey, ReqContext, TransferResult
 from vllm.v1.kv_offload.config import OffloadingConfig
 from vllm.v1.request import Request
 
@@ -31,10 +31,12 @@ NAMES = {
     "OffloadingConnectorScheduler": (
         "_req_status", "_stale_job_threshold", "_current_batch_jobs_to_flush", "_current_batch_allocated_block_ids",
         "_build_store_jobs", "_calc_num_offloadable_tokens", "_reachable_store_block_mask", "config",
+        "_maximal_prefix_lookup", "_events_tracker",
     ),
     "RequestOffloadState": ("req", "group_states", "transfer_jobs", "config"),
     "RequestGroupState": ("block_ids", "next_stored_chunk_idx"),
-    "GroupOffloadConfig": ("tokens_per_chunk", "tokens_per_block"),
+    "GroupOffloadConfig": ("group_idx", "tokens_per_chunk", "tokens_per_block"),
+    "OffloadingEventsTracker": ("self_describing_enabled",),
     "SchedulerOffloadConfig": ("blocks_per_chunk", "kv_group_configs"),
     "OffloadingConnectorWorker": ("_unsubmitted_store_jobs", "_load_jobs", "_connector_worker_meta"),
     "OffloadingWorkerMetadata": ("transfer_stats", "mark_completed"),
@@ -112,6 +114,23 @@ class SchedulerHalf(OffloadingConnectorScheduler):
         first = asked["start_chunk_idx"] * self.config.blocks_per_chunk
         pages = {(first + i) // per for i, wanted in enumerate(mask) if wanted}
         return [(first + i) // per in pages for i in range(len(mask))]
+
+    def _maximal_prefix_lookup(
+        self, keys: Sequence[OffloadKey], req_context: ReqContext, req: Request, group_config: Any, start_chunk_idx: int
+    ) -> int | None:
+        """Asks key by key only behind what is known to be stored."""
+        known = 0
+        if not self._events_tracker.self_describing_enabled:  # it wants to see each key
+            chunks = self.leading_tokens(group_config.group_idx, req_context) // group_config.tokens_per_chunk
+            known = min(max(0, chunks - start_chunk_idx), len(keys))
+        if known == len(keys):
+            return known
+        rest = super()._maximal_prefix_lookup(keys[known:], req_context, req, group_config, start_chunk_idx + known)
+        return None if rest is None else known + int(rest)
+
+    def leading_tokens(self, group: int, context: ReqContext) -> int:
+        """Up to where a lookup of each chunk of a group would be a hit, at least."""
+        return 0
 
     def _build_store_jobs(self, scheduler_output: SchedulerOutput) -> dict[int, TransferJob]:
         jobs: dict[int, TransferJob] = super()._build_store_jobs(self.storable(scheduler_output))

@@ -9,8 +9,10 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import reduce
+from operator import or_
 from typing import Any, NamedTuple
 
 from vllm.logger import init_logger
@@ -96,7 +98,7 @@ class KvfsManager(OffloadingManager):
     def __init__(self, store: Store, namespace: Namespace, model: EngineModel, settings: VllmSettings) -> None:
         self._store, self._ns, self._model, self._settings = store, namespace, model, settings
         self._groups = {group.index: group for group in model.groups}
-        self._all_needed = _needs_all(namespace)
+        self._note_needs(namespace)
         self._adapters = Adapters(model.adapters)
         self._requests: dict[str, RequestPages] = {}
         self._unread: dict[str, _Unread] = {}
@@ -133,7 +135,12 @@ class KvfsManager(OffloadingManager):
         self._ns, self._model = namespace, model
         self._prefetcher.begin(namespace)
         self._groups = {group.index: group for group in model.groups}
-        self._all_needed = _needs_all(namespace)
+        self._note_needs(namespace)
+
+    def _note_needs(self, namespace: Namespace) -> None:
+        """Whether all groups, or some, restore a prompt only from all of their pages."""
+        whole = [group.need.kind == "all" for group in namespace.layout.groups]
+        self._all_needed, self._some_needed = all(whole), any(whole)
 
     @property
     def block_tokens(self) -> dict[int, int]:
@@ -264,6 +271,15 @@ class KvfsManager(OffloadingManager):
             unread.context.append(req_context)
         return RequestOffloadingContext()
 
+    def leading_tokens(self, index: int, req_context: ReqContext) -> int:
+        """Up to where all chunks of a group of the engine are hits, at least. Asked before ``lookup``, which takes
+        1 us for each chunk of the engine together with its caller."""
+        state: RequestPages | None = req_context.get_state(RequestPages)
+        stored = self._groups[index].stored
+        if state is None or state.failed or any(each.kind == "state" for each in stored):
+            return 0
+        return min([state.worth_tokens, *(state.leading_tokens(each.name) for each in stored)])
+
     def lookup(self, key: OffloadKey, req_context: ReqContext) -> LookupResult:
         state, end = req_context.get_state(RequestPages), req_context.get_offload_key_position(key)
         if state is None or state.failed or end is None or end > state.worth_tokens:
@@ -284,12 +300,12 @@ class KvfsManager(OffloadingManager):
         Asked before ``get_load_source``, which takes 10 us for each chunk of the engine.
         """
         state = self._requests.get(req_id)
-        if state is None or all(group.need.kind != "all" for group in self._ns.layout.groups):
+        if state is None or not self._some_needed:
             return None
         if not state.tiers:
             state.tiers = _tiers(state)
-        places = set(state.tiers.values())
-        return _SOURCES.get(places.pop()) if len(places) == 1 else None
+        places = [tier for tier, groups in state.tiers.items() if any(groups.values())]
+        return _SOURCES.get(places[0]) if len(places) == 1 else None
 
     def get_load_source(self, key: OffloadKey, req_context: ReqContext) -> CacheHitSource:
         state = req_context.get_state(RequestPages)
@@ -298,11 +314,16 @@ class KvfsManager(OffloadingManager):
         if not state.tiers:
             state.tiers = _tiers(state)
         end = req_context.get_offload_key_position(key)
-        pages = self._pages(key, end) if end is not None else []
-        tiers = [state.tiers.get((name, page)) for name, some in pages for page in some]
-        known = [tier for tier in tiers if tier is not None]
-        source = _SOURCES.get(max(known)) if known and len(known) == len(tiers) else None
-        return source if source is not None else CacheHitSource.EXTERNAL_UNSPECIFIED
+        wanted = (
+            {name: span(pages.start, len(pages)) for name, pages in self._pages(key, end)} if end is not None else {}
+        )
+        slowest = None
+        for tier, groups in sorted(state.tiers.items()):
+            some = {name: bits & groups.get(name, 0) for name, bits in wanted.items()}
+            slowest = tier if any(some.values()) else slowest
+            wanted = {name: bits & ~some[name] for name, bits in wanted.items()}
+        known = slowest is not None and not any(wanted.values())
+        return _SOURCES[slowest] if slowest is not None and known else CacheHitSource.EXTERNAL_UNSPECIFIED
 
     def _stop_waiting(self, state: RequestPages) -> None:
         """The next lookup sees what has come from the bucket; nothing more is asked of it."""
@@ -343,20 +364,21 @@ class KvfsManager(OffloadingManager):
         """
         before, state.worth_tokens, state.tiers = state.worth_tokens, TOKENS_MAX, {}
         size, layout = state.page_tokens, self._ns.layout
+        if state.pages.chunks * layout.page_bytes < READ_BYTES_MIN:
+            return
         first, end = computed // size, state.pages.restorable()
         if not 0 < end - first <= COMPARED_PAGES_MAX or (end - first) * layout.page_bytes < READ_BYTES_MIN:
             return
         if not self.costs.disk_loses(size, layout.page_bytes):
             return
         with state.pages.select(state.pages.needed(first, end), end) as match:
-            refs = match.pages
-        state.tiers = {(page.group, page.chunk): page.tier for page in refs}
-        slow = [ref for ref in refs if ref.tier is Tier.DISK and not state.peers.get(ref.group, 0) >> ref.chunk & 1]
-        cold = bits_of(sorted({page.chunk for page in slow}))
+            state.tiers = _tiers_of([match])
+        slow = {name: bits & ~state.peers.get(name, 0) for name, bits in state.tiers[Tier.DISK].items()}
+        cold = reduce(or_, slow.values())
         if self._all_needed:
             worth = self.costs.best_end(first, end, cold, size, layout.page_bytes)
         else:
-            nbytes = sum(match.group(page.group).part_bytes for page in slow)
+            nbytes = sum(match.group(name).part_bytes * bits.bit_count() for name, bits in slow.items())
             worth = first if nbytes >= READ_BYTES_MIN and self.costs.disk_loses((end - first) * size, nbytes) else end
         if worth < end:
             state.worth_tokens = worth * size
@@ -366,8 +388,12 @@ class KvfsManager(OffloadingManager):
             self._prefetcher.ask(state.pages.select(state.pages.needed(worth, end), end))
 
     def _pages(self, key: OffloadKey, end: int) -> list[tuple[str, range]]:
-        """(group of the layout, pages) of a key whose chunk ends at token ``end``; no pages where none can hold it."""
-        group = self._groups[get_offload_group_idx(key)]
+        return self._pages_of(get_offload_group_idx(key), end)
+
+    def _pages_of(self, index: int, end: int) -> list[tuple[str, range]]:
+        """(group of the layout, pages) of a chunk of a group of the engine that ends at token ``end``; no pages where
+        none can hold it."""
+        group = self._groups[index]
         return [(stored.name, group.pages(stored, end, self._model.page_tokens)) for stored in group.stored]
 
     # -- loads -------------------------------------------------------------------------------
@@ -375,15 +401,15 @@ class KvfsManager(OffloadingManager):
     def prepare_load(self, keys: Collection[OffloadKey], req_context: ReqContext) -> LoadStoreSpec:
         state = req_context.get_state(RequestPages)
         assert state is not None, "vLLM loads pages of a request without a hit"
-        ends: dict[int, list[tuple[int, OffloadKey]]] = {}  # of the chunks, by group of the engine
+        ends: dict[int, list[int]] = {}  # of the chunks, by group of the engine
         for key in keys:
             end = req_context.get_offload_key_position(key)
             assert end is not None
-            ends.setdefault(get_offload_group_idx(key), []).append((end, key))
+            ends.setdefault(get_offload_group_idx(key), []).append(end)
         first: dict[str, int] = {}
         last = 0
-        for some in ends.values():
-            for name, pages in (each for end, key in (min(some), max(some)) for each in self._pages(key, end)):
+        for index, some in ends.items():
+            for name, pages in (each for end in (min(some), max(some)) for each in self._pages_of(index, end)):
                 first[name] = min(pages.start, first.get(name, pages.start))
                 last = max(last, pages.stop)
         state.release()
@@ -396,7 +422,7 @@ class KvfsManager(OffloadingManager):
             state.match = state.pages.select(first, last, known=True)
         if not state.counted:
             state.counted = True
-            state.pages.note_lookup((last - begin) * state.page_tokens)
+            state.pages.note_lookup((last - begin) * state.page_tokens, state.match)
         hashes = state.pages.joined_hashes(last) if self._peers is not None else b""
         return LoadSpec(state.match, last, state.plans, hashes)
 
@@ -517,21 +543,28 @@ class KvfsManager(OffloadingManager):
         self._store.close()
 
 
-def _needs_all(namespace: Namespace) -> bool:
-    """Whether a prompt is restored only from all of its pages."""
-    return all(group.need.kind == "all" for group in namespace.layout.groups)
+def _tiers(state: RequestPages) -> dict[Tier, dict[str, int]]:
+    """Of the pages of a load; empty for loads of too many pages."""
+    matches = [state.match, *(plan.match for plan in state.plans.values())]
+    known = [match for match in matches if match is not None]
+    if any(match.chunks > TIER_PAGES_MAX for match in known):
+        return {}
+    tiers = _tiers_of(known)
+    for pages in (pages for plan in state.plans.values() for pages in plan.peers.values()):
+        for name, (chunks, _) in pages.groups.items():
+            peers = bits_of(chunks)
+            for groups in tiers.values():
+                peers &= ~groups.get(name, 0)
+            tiers[Tier.PEER][name] = tiers[Tier.PEER].get(name, 0) | peers
+    return tiers
 
 
-def _tiers(state: RequestPages) -> dict[tuple[str, int], Tier]:
-    """Of the pages of a load, by group and chunk; empty for loads of too many pages."""
-    matches = [state.match] if state.match is not None else [plan.match for plan in state.plans.values()]
-    tiers: dict[tuple[str, int], Tier] = {}
-    for plan in state.plans.values():
-        for pages in plan.peers.values():
-            for group, (chunks, _) in pages.groups.items():
-                tiers.update(((group, chunk), Tier.PEER) for chunk in chunks)
+def _tiers_of(matches: Sequence[PrefixMatch]) -> dict[Tier, dict[str, int]]:
+    """Of the pages of matches, as a prompt's ``tiers``: the slowest one of pages that several name."""
+    tiers: dict[Tier, dict[str, int]] = {tier: {} for tier in _SOURCES}
     for match in matches:
-        if match is not None and match.chunks > TIER_PAGES_MAX:
-            return {}
-        tiers.update(((page.group, page.chunk), page.tier) for page in (match.pages if match is not None else ()))
+        cold, disk, host = match.cold(), tiers[Tier.DISK], tiers[Tier.HOST]
+        for gm in match.groups:
+            disk[gm.name] = disk.get(gm.name, 0) | cold[gm.name]
+            host[gm.name] = (host.get(gm.name, 0) | span(gm.first, gm.count)) & ~disk[gm.name]
     return tiers

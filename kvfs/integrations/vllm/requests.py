@@ -46,10 +46,9 @@ class RequestPages:
         self.match: PrefixMatch | None = None  # held until its load ends
         self.plans: dict[int, RankPlan] = {}  # likewise, by worker, if a part comes from other ranks
         self.blocks: frozenset[int] = frozenset()  # that its load fills; not of hybrids
-        self.tiers: dict[tuple[str, int], Tier] = {}  # of the pages of the match
+        #: of the pages of the match: sets of chunks, as bits, by group and tier
+        self.tiers: dict[Tier, dict[str, int]] = {}
         self.storing: dict[str, int] = {}  # group -> set of chunks that are being stored, as bits
-        #: save id, 8 bytes, equal on all ranks: parts that a dead rank left of an earlier save are replaced
-        self.attempt = hashlib.blake2b(request.request_id.encode(), digest_size=8).digest()
 
     def restart(self, namespace: Namespace, epoch: int) -> None:
         """Forget everything: the weights have changed."""
@@ -61,6 +60,11 @@ class RequestPages:
     def _pages(self, namespace: Namespace, epoch: int) -> PromptPages:
         extra = extra_keys(self._request, self.page_tokens, epoch, self._adapter)
         return namespace.prompt(self._tokens(0), extra=extra)
+
+    @property
+    def attempt(self) -> bytes:
+        """Save id, 8 bytes, equal on all ranks: parts that a dead rank left of an earlier save are replaced."""
+        return hashlib.blake2b(self._request.request_id.encode(), digest_size=8).digest()
 
     def look(self, first: int, *, prefix: bool = False) -> None:
         """Look up the chunks from ``first`` on in the store; ``prefix``: those before the first that is missing."""

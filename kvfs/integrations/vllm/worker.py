@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import threading
 import time
@@ -19,9 +20,11 @@ from kvfs.integrations.vllm.metrics import Metrics
 from kvfs.integrations.vllm.peers import PeerCopies, Reused, stored_hashes
 from kvfs.integrations.vllm.settings import VllmSettings
 from kvfs.integrations.vllm.views import AttachedEngine, AttachedGroup
+from kvfs.lookup.prefix_match import PrefixMatch
 from kvfs.transfer.handle import Transfer
 from kvfs.transfer.host_io import HostIO
 from kvfs.types import SavePlan, TransferState
+from kvfs.types import TransferResult as TransferredPages
 
 logger = init_logger(f"vllm.{__name__}")
 IDLE_SECONDS = 0.002  # longest wait of a step without a forward pass: a loop that spins starves the transfer threads
@@ -42,7 +45,7 @@ class _Publication(NamedTuple):
 
 
 class _TransferJob(NamedTuple):
-    transfer: Transfer | None  # None: nothing to copy, or refused
+    transfer: Transfer | None  # None: nothing to copy, refused, or ended
     load: bool
     nbytes: int
     began: float
@@ -50,6 +53,7 @@ class _TransferJob(NamedTuple):
     first: int = 0  # number of the first of them in the prompt
     tokens: int = 0  # at which a load ends; 0: of the store alone, where none is shorter than planned
     publish: _Publication | None = None  # what a load brings
+    result: TransferredPages | None = None  # of a load that took no transfer
 
 
 class KvfsWorker(OffloadingWorker):
@@ -70,7 +74,8 @@ class KvfsWorker(OffloadingWorker):
         self.lost: set[int] = set()  # blocks that loads have not filled, to be reported with the next results
         self._jobs: dict[int, _TransferJob] = {}
         self._ended = threading.Event()  # set when a load ends
-        self.idle = False  # whether this step computes nothing: then ``wait_idle`` follows
+        self.idle = False  # whether this step computes nothing: then ``load_at_once`` and ``wait_idle`` follow
+        self._kept: list[tuple[int, PrefixMatch, LoadSpec, dict[str, list[int]]]] = []  # loads for ``load_at_once``
         self._late: list[Transfer] = []  # withdrawn loads whose disk has not answered yet
         self._publishing: list[Transfer] = []  # saves whose blocks are free, without a result yet
         self._attached = [a for e in engine for a in e.attached]
@@ -178,37 +183,59 @@ class KvfsWorker(OffloadingWorker):
         units: dict[str, list[int]] = {}
         nbytes = 0
         for engine, ids, first in placed:
-            blocks = {first + i: block for i, block in enumerate(ids)}
+            blocks = dict(enumerate(ids, first))
             for a in engine.attached:
                 units[a.stored.name] = self._units(engine, a, blocks, src_spec.chunks)
                 nbytes += len(ids) * self._page_bytes[a.stored.name] * engine.group.block_tokens // self._page_tokens
-        transfer = None
-        self._late = [late for late in self._late if not late.done.is_set()]
-        try:
-            if self._late:  # this one would wait behind it until its own deadline
-                raise TimeoutError("the disk has not answered an earlier load yet")
-            transfer = self._begin_load(src_spec, units)
-        except (KvfsError, OSError) as exc:
-            self._refused("load", exc)
         (_, ids, first), *_ = placed
         kept = tuple(ids) if self._keeps_prefix else ()
         tokens, publish = src_spec.chunks * self._page_tokens if src_spec.plans else 0, None
         if src_spec.hashes and self._peers is not None:
             begin = min(first * engine.group.block_tokens for engine, _, first in placed) // self._page_tokens
             publish = _Publication(src_spec.hashes, units, begin)
+        transfer = None
+        self._late = [late for late in self._late if not late.done.is_set()]
+        if self.idle and src_spec.match is not None and not (self._on_gpu or self._late):
+            self._kept.append((job_id, src_spec.match, src_spec, units))
+        else:
+            transfer = self._begin_load(src_spec, units)
         self._jobs[job_id] = _TransferJob(transfer, True, nbytes, time.monotonic(), kept, first, tokens, publish)
         return True
 
-    def _begin_load(self, spec: LoadSpec, units: dict[str, list[int]]) -> Transfer:
+    def load_at_once(self) -> None:
+        """In a step that computes nothing: load what has to wait for nothing in this thread, and begin the others.
+
+        Threads would take turns of the interpreter with it.
+        """
+        kept, self._kept = self._kept, []
+        results: list[TransferredPages | None] = [None] * len(kept)
+        if kept:
+            seconds = min(AT_ONCE_SECONDS, self._settings.load_seconds)
+            with contextlib.suppress(KvfsError, OSError):  # ``load`` tells which
+                results = self._io.load_at_once([(match, units) for _, match, _, units in kept], seconds)
+        for (job_id, _, spec, units), result in zip(kept, results, strict=True):
+            transfer = self._begin_load(spec, units) if result is None else None
+            self._jobs[job_id] = self._jobs[job_id]._replace(transfer=transfer, result=result)
+
+    def _begin_load(self, spec: LoadSpec, units: dict[str, list[int]]) -> Transfer | None:
+        """None where it is refused."""
+        try:
+            if self._late:  # this one would wait behind it until its own deadline
+                raise TimeoutError("the disk has not answered an earlier load yet")
+            return self._transfer(spec, units)
+        except (KvfsError, OSError) as exc:
+            self._refused("load", exc)
+            return None
+
+    def _transfer(self, spec: LoadSpec, units: dict[str, list[int]]) -> Transfer:
         def ended(_: object) -> None:
             self._ended.set()
 
         seconds = self._settings.load_seconds
         if spec.match is not None:
             return self._io.load(
-                spec.match, units, after=self._event(), deadline=seconds, gentle=self._generating(), on_done=ended,
-                at_once=self.idle,
-            )  # fmt: skip
+                spec.match, units, after=self._event(), deadline=seconds, gentle=self._generating(), on_done=ended
+            )
         plan = spec.plans.get(self._peers.place.worker) if self._peers is not None else None
         if self._peers is None or plan is None:
             raise ConfigError("the scheduler planned a copy between ranks for a worker that is none")
@@ -237,11 +264,10 @@ class KvfsWorker(OffloadingWorker):
         if a.stored.kind != "tokens":  # the block that ends with the page, or in which a shorter page ends
             return [blocks.get(((page + 1) * self._page_tokens - 1) // tokens, -1) for page in range(pages)]
         per = a.units_per_block
-        units = [-1] * (-(-pages * self._page_tokens // tokens) * per)
-        for number, block in blocks.items():
-            if number * per < len(units):
-                units[number * per : (number + 1) * per] = range(block * per, (block + 1) * per)
-        return units
+        ids = [blocks.get(number, -1) for number in range(-(-pages * self._page_tokens // tokens))]
+        if per == 1:
+            return ids
+        return [unit for block in ids for unit in (range(block * per, (block + 1) * per) if block >= 0 else [-1] * per)]
 
     def _event(self) -> Any:
         """An event after the work that wrote, or last used, the blocks; None on a CPU."""
@@ -266,8 +292,6 @@ class KvfsWorker(OffloadingWorker):
 
         Loads that end shortly after one another are reported together, so that one step computes all of their requests.
         """
-        if self._jobs:
-            self._io.load_at_once(AT_ONCE_SECONDS)
         if self._jobs and not self._over():
             self._ended.wait(IDLE_SECONDS)
         self._ended.clear()
@@ -311,8 +335,8 @@ class KvfsWorker(OffloadingWorker):
             if job.transfer is not None:
                 self._publishing.append(job.transfer)
             return TransferResult(job_id, True, job.nbytes if job.transfer is not None else None, seconds)
-        result = job.transfer.result if job.transfer is not None else None
-        whole = job.transfer is not None and job.transfer.state is TransferState.DONE
+        result = job.transfer.result if job.transfer is not None else job.result
+        whole = job.result is not None or (job.transfer is not None and job.transfer.state is TransferState.DONE)
         if result is not None and result.tokens < job.tokens:
             whole = False  # other ranks took pages back before this load was planned
         if result is not None and job.publish is not None:
