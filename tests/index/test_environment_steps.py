@@ -23,7 +23,7 @@ from kvfs.index.environment import Index
 from kvfs.index.session import Session
 from kvfs.index.trust import checksum_of, read_state
 from kvfs.system.files import Files
-from tests.stores import TINY_BYTES, seeded, tiny, tokens_of
+from tests.stores import TINY_BYTES, seeded, tiny, tokens_of, wait_until
 
 
 @pytest.fixture
@@ -161,6 +161,7 @@ def test_a_step_waits_for_the_gate_and_changes_nothing_without_it(path: Path, st
             calls[step]()
         os.close(fd)
         assert generations(path) == before and (path / "index" / "CURRENT").read_bytes() == content
+        wait_until(lambda: not index._probing)  # finds out meanwhile whether the index answers again
         assert not index._gate.held
 
 
