@@ -69,12 +69,13 @@ def prompt_of_hashes(identity: Identity, hashes: Sequence[bytes]) -> Prompt:
     if identity.layout.kind == "opaque":
         raise ConfigError("this namespace holds opaque pages, which no chunk hash names: pass keys=")
     _check_names("hashes", hashes)
-    wrong = next((h for h in hashes if len(h) != chunk_hash.HASH_BYTES), None)
+    of_one_block = isinstance(hashes, chunk_hash.ChunkHashes)
+    wrong = None if of_one_block else next((h for h in hashes if len(h) != chunk_hash.HASH_BYTES), None)
     if wrong is not None:
         raise ConfigError(f"hashes holds {len(wrong)} bytes: pass chunk hashes of {chunk_hash.HASH_BYTES} bytes each")
     if len(hashes) * identity.layout.page_tokens > TOKENS_MAX:
         raise ConfigError(f"{len(hashes)} hashes: at most those of {TOKENS_MAX} tokens in one prompt")
-    return Prompt(identity.digest, chunk_hash.ChunkHashes(b"".join(hashes)))
+    return Prompt(identity.digest, chunk_hash.ChunkHashes(chunk_hash.joined(hashes)))
 
 
 def prompt_of_keys(identity: Identity, keys: Sequence[bytes]) -> Prompt:
@@ -84,6 +85,8 @@ def prompt_of_keys(identity: Identity, keys: Sequence[bytes]) -> Prompt:
 
 
 def _check_names(what: str, names: Sequence[bytes]) -> None:
+    if isinstance(names, chunk_hash.ChunkHashes):
+        return  # a block of them
     if (
         isinstance(names, (bytes, str))
         or not all(issubclass(kind, bytes) for kind in set(map(type, names)))
@@ -129,8 +132,7 @@ class PromptPages:
 
     def joined_hashes(self, chunks: int) -> bytes:
         """The chunk hashes of the first ``chunks`` chunks, one behind the other."""
-        hashes = self._prompt.hashes[:chunks]
-        return hashes.joined if isinstance(hashes, chunk_hash.ChunkHashes) else b"".join(hashes)
+        return chunk_hash.joined(self._prompt.hashes[:chunks])
 
     def extend(self, token_ids: TokensLike) -> None:
         """Append tokens. What the last ``look`` found stays. ConfigError for a prompt of hashes or keys."""

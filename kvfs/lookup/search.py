@@ -22,7 +22,7 @@ from kvfs.index.session import Session
 from kvfs.lookup.part_cover import useful_parts
 from kvfs.lookup.row_hits import Hit, HitBlock, RunHits, hits_of
 from kvfs.native.index_walker import PreparedLookup, keys_per_call
-from kvfs.pages.chunk_hash import HASH_BYTES, ChunkHashes, page_key, page_keys, page_prefix
+from kvfs.pages.chunk_hash import HASH_BYTES, joined, page_key, page_keys, page_prefix
 from kvfs.pages.layout import Group, Part
 
 #: Rows read in one hold of the gate: about 1 ms, for which all other processes wait.
@@ -73,7 +73,7 @@ class Prompt:
     @property
     def joined(self) -> bytes:
         """The hashes, concatenated."""
-        return self.hashes.joined if isinstance(self.hashes, ChunkHashes) else b"".join(self.hashes)
+        return joined(self.hashes)
 
     def key(self, group: Group, part: Part, chunk: int) -> bytes:
         """Row key: page key of the chunk, then the packed part."""
@@ -188,13 +188,13 @@ class GroupLookup:
             self.segments[segment] = segment_id
         last = walked.end - 1
         block = HitBlock(walked.rows, walked.values, parts)
-        found.hits.update(dict.fromkeys(range(run, walked.end), block))
-        covered, claimed = walked.covered[-1], walked.claimed[-1]
+        for number in range(run, walked.end):
+            found.hits[number] = block
+        covered, claimed = walked.covered, walked.claimed[-1] if walked.claimed else 0
         # all runs before the last one are whole
         found.present |= (covered << (last - run) * length | (1 << (last - run) * length) - 1) << run * length
-        if any(walked.claimed):
-            for number, bits in enumerate(walked.claimed, run):
-                found.claimed |= bits << number * length
+        for number, bits in enumerate(walked.claimed, run):
+            found.claimed |= bits << number * length
         whole = covered == (1 << self.prompt.run(last)[1]) - 1
         if not whole:
             self.gapped.append(last)

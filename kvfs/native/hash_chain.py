@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 import struct
 from collections.abc import Mapping
 
@@ -16,8 +15,6 @@ HELD_BYTES = 256 << 10
 HELD_CALLS = 2
 _CHUNK_BYTES = 64  # what a shorter chunk costs
 _EXTRA = struct.Struct("<QQQ")
-_new_bytes = ctypes.pythonapi.PyBytes_FromStringAndSize
-_new_bytes.restype, _new_bytes.argtypes = ctypes.py_object, (ctypes.c_char_p, ctypes.c_ssize_t)
 
 
 def chain(tokens: bytes, step: int, seed: bytes, extra: Mapping[int, bytes] | None) -> bytes | None:
@@ -37,7 +34,7 @@ def chain(tokens: bytes, step: int, seed: bytes, extra: Mapping[int, bytes] | No
             at.append(at[-1] + len(extra[chunk]))
         entries = b"".join(_EXTRA.pack(chunk, at[i], len(extra[chunk])) for i, chunk in enumerate(used))
         keys = b"".join(extra[chunk] for chunk in used)
-    out: bytes = _new_bytes(None, HASH_BYTES * chunks)  # filled before any other code sees it: no copy of a buffer
+    out = library.new_bytes(HASH_BYTES * chunks)
     some = max(1, HELD_BYTES // max(step, _CHUNK_BYTES))
     work, count = (
         (native.held, some)

@@ -52,8 +52,8 @@ class WalkResult(NamedTuple):
     rows_read: int
     rows: bytes  # kvfs_row of each
     values: bytes
-    covered: Sequence[int]  # by run
-    claimed: Sequence[int]
+    covered: int  # chunks of the last run; all before it are covered
+    claimed: Sequence[int]  # chunks that are being written, by run; empty if there are none
     segments: list[tuple[int, bytes, int]]  # number, id, end of what is published
 
 
@@ -64,10 +64,10 @@ class _Buffers:
         self.rows = ctypes.create_string_buffer(_ROW_BYTES * ROWS_MAX)
         self.values = ctypes.create_string_buffer(VALUES_BYTES)
         self.segments = ctypes.create_string_buffer(_SEGMENT.size * SEGMENTS_MAX)
-        self.runs = (ctypes.c_uint32 * (2 * RUNS_MAX))()
+        self.covered, self.claimed = (ctypes.c_uint32 * RUNS_MAX)(), (ctypes.c_uint32 * RUNS_MAX)()
         at = ctypes.addressof
         self.walked = Walked(
-            at(self.rows), at(self.values), VALUES_BYTES, at(self.segments), at(self.runs), at(self.runs) + 4 * RUNS_MAX
+            at(self.rows), at(self.values), VALUES_BYTES, at(self.segments), at(self.covered), at(self.claimed)
         )
 
 
@@ -137,9 +137,9 @@ class IndexWalker:
             )
         ]
         end, count = walked.end, walked.end - first
-        runs = buffers.runs
-        covered, claimed = runs[:count], runs[RUNS_MAX : RUNS_MAX + count]
-        result = WalkResult(end, walked.rows_read, rows, values, covered, claimed, segments)
+        some = ctypes.string_at(buffers.claimed, 4 * count) != bytes(4 * count)  # numbers of all would take longer
+        claimed = buffers.claimed[:count] if some else ()
+        result = WalkResult(end, walked.rows_read, rows, values, buffers.covered[count - 1], claimed, segments)
         self._free.append(buffers)
         return result
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import ctypes
 import struct
-from collections.abc import Sequence
 from typing import NamedTuple
 
 from kvfs.native import library
@@ -31,16 +30,17 @@ class Stretch(NamedTuple):
     roots: bytes
 
 
-def chunk_hashes(head: bytes, keys: Sequence[bytes]) -> bytes | None:
-    """SHA-256 of ``head`` and each of ``keys``, one behind the other; None where hashlib has to compute them."""
+def chunk_hashes(head: bytes, keys: bytes, size: int) -> bytes | None:
+    """SHA-256 of ``head`` and each of ``keys``, which are of ``size`` bytes, one behind the other; None where hashlib
+    has to compute them."""
     native = library.loaded()
-    if native is None or not native.has_sha or len(set(map(len, keys))) != 1:
+    if native is None or not native.has_sha:
         return None
-    size, joined = len(keys[0]), b"".join(keys)
-    out = ctypes.create_string_buffer(HASH_BYTES * len(keys))
-    work = native.held if len(joined) <= HELD_BYTES else native.free
-    work.kvfs_keys(head, len(head), joined, size, len(keys), out)
-    return out.raw
+    count = len(keys) // size
+    out = library.new_bytes(HASH_BYTES * count)
+    work = native.held if len(keys) <= HELD_BYTES else native.free
+    work.kvfs_keys(head, len(head), keys, size, count, out)
+    return out
 
 
 def stretches(rows: bytes, values: bytes, part: int) -> list[Stretch] | None:

@@ -83,6 +83,9 @@ class LeaseSlots(ctypes.Structure):
     _fields_ = (("slots", c_void_p), ("n_slots", c_uint64), ("slot_bytes", c_uint64))
 
 
+_new_bytes = ctypes.pythonapi.PyBytes_FromStringAndSize
+_new_bytes.restype, _new_bytes.argtypes = ctypes.py_object, (c_char_p, ctypes.c_ssize_t)
+
 _FUNCTIONS: dict[str, tuple[object, tuple[object, ...]]] = {
     "kvfs_abi": (c_uint32, ()),
     "kvfs_features": (c_uint32, ()),
@@ -185,6 +188,12 @@ def _load() -> tuple[Library | None, str]:
         return Library(path), "on"
     except (OSError, ValueError) as exc:
         return None, f"off: {exc}"
+
+
+def new_bytes(nbytes: int) -> bytes:
+    """Bytes for a function to fill before any other code sees them: no copy of a buffer."""
+    made: bytes = _new_bytes(None, nbytes)
+    return made
 
 
 _paused = False

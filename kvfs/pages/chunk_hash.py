@@ -77,6 +77,11 @@ class ChunkHashes(Sequence[bytes]):
         return f"<{len(self)} chunk hashes>"
 
 
+def joined(names: Sequence[bytes]) -> bytes:
+    """Hashes or keys, one behind the other."""
+    return names.joined if isinstance(names, ChunkHashes) else b"".join(names)
+
+
 def tenant_seed(salt: str) -> bytes:
     """First parent of a chain: empty without a salt.
 
@@ -121,7 +126,8 @@ def chunk_of_key(key: bytes, seed: bytes) -> bytes:
 
 def chunks_of_keys(keys: Sequence[bytes], seed: bytes) -> ChunkHashes:
     """Chunk hashes of an engine's opaque keys."""
-    native = key_pages.chunk_hashes(_KEY + seed, keys)
+    sizes = {HASH_BYTES} if isinstance(keys, ChunkHashes) else set(map(len, keys))
+    native = key_pages.chunk_hashes(_KEY + seed, joined(keys), *sizes) if len(sizes) == 1 else None
     return ChunkHashes(b"".join([chunk_of_key(key, seed) for key in keys]) if native is None else native)
 
 

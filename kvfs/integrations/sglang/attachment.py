@@ -13,6 +13,7 @@ from kvfs.integrations.sglang.pools import GROUP, Pool
 from kvfs.integrations.sglang.ranks import Rank
 from kvfs.integrations.sglang.settings import SGLangSettings
 from kvfs.namespace import Namespace
+from kvfs.pages.chunk_hash import ChunkHashes
 from kvfs.pages.device_kv import DeviceKV
 from kvfs.store import Store, open_store
 from kvfs.transfer.handle import Transfer
@@ -84,7 +85,7 @@ def ended(transfer: Transfer, seconds: float) -> bool:
     return False
 
 
-def digests(keys: Sequence[str]) -> list[bytes]:
+def digests(keys: Sequence[str]) -> ChunkHashes:
     """The bytes of page hashes."""
     size = HASH_DIGITS // 2
     try:
@@ -92,8 +93,8 @@ def digests(keys: Sequence[str]) -> list[bytes]:
     except (TypeError, ValueError):
         joined = b""
     if len(joined) != size * len(keys):
-        return [digest(key) for key in keys]  # names the one that is no hash
-    return [joined[at : at + size] for at in range(0, len(joined), size)]
+        joined = b"".join([digest(key) for key in keys])  # names the one that is no hash
+    return ChunkHashes(joined)
 
 
 def digest(key: str) -> bytes:

@@ -98,7 +98,7 @@ class LinkerPages:
     def lookup(self, keys: Sequence[str]) -> int:
         """How many leading pages can be restored: one walk over the index, which waits a quarter second at most."""
         pages = self._prompt(keys)
-        pages.look()
+        pages.look(prefix=True)
         found = prefix_length(pages.stored[GROUP])
         if found:
             self._looked_up[keys[0]] = tuple(keys), pages
