@@ -5,7 +5,11 @@
 #include "hash.h"
 #include "kvfs_native.h"
 
-enum { PAGE = 4096, SLOTS = 128, MEMO = 1024, TABLES = 3 };
+#ifndef KVFS_SLOTS /* tests have fewer, so that one page takes the place of another */
+#define KVFS_SLOTS 1024
+#endif
+/* SLOTS: branches that are kept, an even number; one for each 1,000 rows of keys, so they are all kept of a million. */
+enum { PAGE = 4096, SLOTS = KVFS_SLOTS, MEMO = 1024, TABLES = 3 };
 enum { PAGES_TABLE, SEGMENTS_TABLE, NAMESPACES_TABLE };
 
 /* A B+ tree: the page of its root and its height; height 0: it is empty. */
@@ -30,7 +34,7 @@ struct kvfs_index {
     tree tables[TABLES];
     uint64_t slot_page[SLOTS], leaf_page; /* 0: empty; pages 0 and 1 are never asked for */
     memo memos[MEMO];
-    uint8_t slots[SLOTS][PAGE], leaf[PAGE];
+    uint8_t leaf[PAGE], slots[SLOTS][PAGE];
 };
 
 /* Begins a read of the last commit: finds out where its tables are. 0, or an error of kvfs_walk; then there is nothing to

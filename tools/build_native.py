@@ -63,7 +63,7 @@ def check(root: Path = ROOT, executions: int = FUZZ_EXECUTIONS, seed: int = 1) -
     sources = sorted(str(path) for path in (root / "native").glob("*.c"))
     runner = shlex.split(os.environ.get("CHECK_RUN", ""))
     options = [] if os.environ.get("CHECK_PLAIN") else SANITIZE
-    options = [*FLAGS, *options, "-Werror", "-DKVFS_READ_HOOK", f"-I{root / 'native'}"]
+    options = [*FLAGS, *options, "-Werror", "-DKVFS_READ_HOOK", "-DKVFS_SLOTS=2", f"-I{root / 'native'}"]
     with tempfile.TemporaryDirectory(prefix="kvfs-native-") as folder:
         for name, arguments in (("check", [folder]), ("fuzz", [str(seed), str(executions)])):
             program = os.path.join(folder, f"{name}-program")

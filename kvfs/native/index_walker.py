@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ctypes
 import errno
+import mmap
 import os
 import struct
 from collections.abc import Sequence
@@ -96,8 +97,9 @@ class IndexWalker:
     ) -> None:  # fmt: skip
         """Descriptors of CURRENT and of the index file; ``stamp``: of CURRENT. OSError if it is another by now."""
         self._held = native.held
-        self._memory = ctypes.create_string_buffer(self._held.kvfs_index_bytes())
-        self._index = ctypes.addressof(self._memory)
+        # a large index needs all of it; a page that nothing is written to takes no memory
+        self._memory = mmap.mmap(-1, self._held.kvfs_index_bytes(), mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        self._index = ctypes.addressof(ctypes.c_char.from_buffer(self._memory))
         self._free: list[_Buffers] = []
         self._heads: list[ctypes.Array[ctypes.c_char]] = []  # likewise, of ``there``
         code = self._held.kvfs_index_open(self._index, Descriptors(current, data), Stamp(*stamp))

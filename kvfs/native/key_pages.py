@@ -34,7 +34,7 @@ def chunk_hashes(head: bytes, keys: bytes, size: int) -> bytes | None:
     """SHA-256 of ``head`` and each of ``keys``, which are of ``size`` bytes, one behind the other; None where hashlib
     has to compute them."""
     native = library.loaded()
-    if native is None or not native.has_sha:
+    if native is None or not native.has_sha or not size:
         return None
     count = len(keys) // size
     out = library.new_bytes(HASH_BYTES * count)

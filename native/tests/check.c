@@ -269,6 +269,7 @@ static void check_lookups(const char *folder) {
         lookup.cells = &cell;
         cell = 3;
         check_damages(index, &fd, &stamp, &lookup, &w);
+        mend();
         CHECK(!kvfs_index_open(index, &fd, &stamp));
         CHECK(!kvfs_walk(index, &lookup, 0, RUNS, 256, 1, &w));
         kvfs_index_close(index);

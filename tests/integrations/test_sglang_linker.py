@@ -130,6 +130,28 @@ def test_a_load_goes_on_from_its_lookup_unless_the_store_has_changed(
     engine.close()
 
 
+def test_a_lookup_reads_nothing_behind_the_first_page_that_is_missing(
+    memory_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = FakeLinkerEngine.start(memory_path / "store", MHATokenToKVPool())
+    names, pages = hashes(tokens_of(5, 40), PAGE), contents(engine.pool, 40)
+    engine.put(tokens_of(5, 2), pages[:2])
+    engine.put(tokens_of(5, 40), pages[3:], 3)  # page 2 is missing
+    read, present = list[int](), Matcher.present
+
+    def noted(self: Matcher, *args: Any, **kwargs: Any) -> Any:
+        found = present(self, *args, **kwargs)
+        read.append(found.rows_read)
+        return found
+
+    monkeypatch.setattr(Matcher, "present", noted)
+    assert engine.pages.lookup(names) == 2 and engine.pages.lookup(hashes(tokens_of(6, 40), PAGE)) == 0
+    assert read == [3, 1]
+    monkeypatch.undo()
+    assert engine.pages.lookup(names[3:]) == 37 and engine.get(tokens_of(5, 2), 2) == pages[:2]
+    engine.close()
+
+
 def test_lookups_are_kept_for_some_loads(memory_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "LOOKUPS_MAX", 2)
     engine = FakeLinkerEngine.start(memory_path / "store", MHATokenToKVPool())

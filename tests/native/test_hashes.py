@@ -59,14 +59,17 @@ def test_hashes_of_keys_are_equal(code: library.Library, monkeypatch: pytest.Mon
         keys = [draw.randbytes(nbytes) for _ in range(draw.randrange(1, 40))]
         for seed in (b"", SEED):
             wanted = [chunk_hash.chunk_of_key(key, seed) for key in keys]
-            assert key_pages.chunk_hashes(b"kvfs key 1\n" + seed, keys) == b"".join(wanted)
+            assert key_pages.chunk_hashes(b"kvfs key 1\n" + seed, b"".join(keys), nbytes) == b"".join(wanted)
             assert list(chunk_hash.chunks_of_keys(keys, seed)) == wanted
+            if nbytes == chunk_hash.HASH_BYTES:
+                assert list(chunk_hash.chunks_of_keys(ChunkHashes(b"".join(keys)), seed)) == wanted
 
 
 def test_keys_of_several_lengths_are_hashed_by_python(code: library.Library) -> None:
-    keys = [b"a", b"bc"]
-    assert key_pages.chunk_hashes(b"", keys) is None and key_pages.chunk_hashes(b"", []) is None
-    assert list(chunk_hash.chunks_of_keys(keys, b"")) == [chunk_hash.chunk_of_key(key, b"") for key in keys]
+    assert key_pages.chunk_hashes(b"", b"", 0) is None
+    for keys in ([b"a", b"bc"], [b""], []):
+        assert list(chunk_hash.chunks_of_keys(keys, b"")) == [chunk_hash.chunk_of_key(key, b"") for key in keys]
+    assert not chunk_hash.chunks_of_keys(ChunkHashes(), b"")
 
 
 @pytest.mark.parametrize("held", [100, 1 << 30], ids=["short slices", "one call"])

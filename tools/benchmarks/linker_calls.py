@@ -66,8 +66,9 @@ class Engine:
         slots = torch.arange(page, page + 2 * self.pages * page)
         self.source, self.target = slots[: self.pages * page], slots[self.pages * page :]
 
-    def call(self, name: str, *given: Any) -> Any:
-        found = self.watch.time(name, getattr(self.linker, name), *given)
+    def call(self, name: str, *given: Any, of: str = "") -> Any:
+        """``of``: what the times are of, where those of other calls of the method are kept apart."""
+        found = self.watch.time(f"{name}{of}", getattr(self.linker, name), *given)
         for _ in range(TURNS if self.busy else 0):
             self.watch.time("a call of the engine's own", give_way)
         return found
@@ -79,11 +80,11 @@ class Engine:
         """One prompt, from the miss to the end of its load."""
         self.busy = bool(number % 2)
         keys = [hashlib.sha256(b"%d %d" % (number, n)).hexdigest() for n in range(self.pages)]
-        assert self.call("lookup", "r", self.transfers(keys, None)) == []
+        assert self.call("lookup", "r", self.transfers(keys, None), of=", nothing stored") == []
         assert self.call("offload", self.transfers(keys, self.source))
         self.poll(lambda: bool(self.call("num_completed_offloads")))
         assert self.call("pop_completed_offload"), "the prompt is not stored"
-        found = self.call("lookup", "r", self.transfers(keys, None))
+        found = self.call("lookup", "r", self.transfers(keys, None), of=", all stored")
         assert len(found) == self.pages, f"{len(found)} of {self.pages} pages are found"
         assert self.call("load", "r", self.transfers(keys, self.target))
         index = self.call("start_layer_wise_loading")
