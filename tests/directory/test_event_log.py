@@ -7,7 +7,7 @@ import fcntl
 import json
 import os
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 
@@ -29,8 +29,20 @@ def path(store_path: Path) -> Path:
     return store_path
 
 
+@pytest.fixture(autouse=True)
+def directories() -> Iterator[None]:
+    """Closes what ``log_of`` opened."""
+    yield
+    while OPENED:
+        OPENED.pop().close()
+
+
+OPENED: list[Directory] = []
+
+
 def log_of(path: Path, files: Files | None = None, *, read_only: bool = False) -> EventLog:
-    return EventLog(Directory(str(path), files or Files(), read_only=read_only))
+    OPENED.append(Directory(str(path), files or Files(), read_only=read_only))
+    return EventLog(OPENED[-1])
 
 
 def seen(path: Path) -> list[tuple[str, dict[str, object]]]:

@@ -191,11 +191,12 @@ def test_what_a_close_has_left_is_written_to_its_own_folder_when_the_disk_answer
     monkeypatch.setattr(access_times, "CLOSE_SECONDS", 0.1)
     answers, path = threading.Event(), Path(ns._c.directory.path)
     directory = Directory(str(path), HangingAtClose(answers), read_only=False)
+    before = set(threading.enumerate())
     times, segment = AccessTimes(directory), b"s" * 16
     number = directory.sub("run/use")
     times.stamp(segment, 0, [7])
     times.close()
-    (writer,) = [thread for thread in threading.enumerate() if thread.name == "kvfs-stamps"]
+    (writer,) = [thread for thread in set(threading.enumerate()) - before if thread.name == "kvfs-stamps"]
     directory.close()
     other = os.open(tmp_path, os.O_RDONLY | os.O_DIRECTORY)
     try:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import pickle
 import sys
 import threading
@@ -504,10 +505,12 @@ class Interrupt:
         self.after, self.at = after, ""
 
     def __enter__(self) -> None:
+        gc.disable()  # what others do at a collection is no part of the end
         sys.setprofile(self._event)
 
     def __exit__(self, *_: object) -> None:
         sys.setprofile(None)
+        gc.enable()
 
     def _event(self, frame: Any, event: str, _: Any) -> None:
         above = frame

@@ -260,14 +260,14 @@ def test_a_segment_whose_open_hangs_is_a_miss_and_blocks_no_other_lookup(store_p
 
 
 def test_a_store_is_closed_while_a_segment_cannot_be_opened(store_path: Path) -> None:
-    files = HangingOpens()
+    files, before = HangingOpens(), set(threading.enumerate())
     store = kvfs.open(store_path, capacity="64MiB", files=files)
     ns = store.namespace("m", tiny(), "1")
     put(ns, 1)
     store._shared.services().active.finish_all()
     files.names = {path.name for path in segment_files(store_path)}
     assert not ns.match(tokens_of(1, 4)) and files.hangs.is_set()
-    (opener,) = (thread for thread in threading.enumerate() if thread.name == "kvfs-open")
+    (opener,) = (thread for thread in set(threading.enumerate()) - before if thread.name == "kvfs-open")
     closing = threading.Thread(target=store.close, daemon=True)
     closing.start()
     closing.join(SECONDS / 2)
