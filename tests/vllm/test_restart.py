@@ -10,6 +10,7 @@ import pytest
 
 import kvfs
 from kvfs.system.files import Files
+from tests.stores import wait_until
 from tests.vllm.engine import Engine
 
 Models = Callable[[str], Path]
@@ -122,6 +123,8 @@ def test_two_engines_share_a_store_and_one_is_killed(model: Models, prompt: Prom
     store = tmp_path / "store"
     with Engine(model("llama"), store) as one, Engine(model("llama"), store) as two:
         first = one.generate(prompt(1))
+        with kvfs.open(store, create=False, read_only=True) as opened:  # another engine does not wait for a save
+            wait_until(lambda: sum(info.pages for info in opened.catalog.namespaces()) == 10)
         assert two.generate(prompt(1)) == [(640, first[0][1])]
         assert one.process.stdin is not None
         one.process.stdin.write('{"op": "generate", "prompts": %s, "forget": true, "sampling": {}}\n'
