@@ -220,7 +220,7 @@ def make_settings(
     if total - index_bytes - OVERHEAD_BYTES < SEGMENTS_MIN * segment_bytes:
         raise ConfigError(
             f"capacity {total} is too small for segments of {segment_bytes} bytes: at least eight of them and "
-            f"the index ({index_bytes}) must fit; raise capacity or lower segment_bytes"
+            f"the index ({index_bytes}) must fit; raise capacity, or lower segment_bytes or index_bytes"
         )
     if sync not in SYNC_LEVELS:
         raise ConfigError(f"sync is {sync!r}: choose one of {', '.join(SYNC_LEVELS)}")
@@ -236,10 +236,9 @@ def make_settings(
         raise ConfigError(f"bundle_key is {_show(bundle_key)}: give the absolute path of a key file, or nothing")
     remote = remote or Remote()
     _check_remote(remote)
-    quotas = dict(quotas or {})
-    for name, quota in quotas.items():
-        if not isinstance(name, str) or not isinstance(quota, Quota):
-            raise ConfigError(f"quota {name!r} is {type(quota).__name__}: map names of namespaces to kvfs.Quota")
+    if quotas is not None and not isinstance(quotas, Mapping):
+        raise ConfigError(f"quotas is {_show(quotas)}: map names of namespaces to kvfs.Quota")
+    quotas = {name: _checked(name, quota) for name, quota in (quotas or {}).items()}
     guaranteed = sum(q.guaranteed_bytes for q in quotas.values())
     if guaranteed > total // 2:
         raise ConfigError(
@@ -353,6 +352,20 @@ def _text(document: Mapping[str, Any], key: str, path: str, default: str = "cach
     return value
 
 
+def _checked(name: object, quota: object) -> Quota:
+    if not isinstance(name, str) or not isinstance(quota, Quota):
+        raise ConfigError(f"quota {name!r} is {type(quota).__name__}: map names of namespaces to kvfs.Quota")
+    return _quota(name, quota.guaranteed_bytes, quota.cap_bytes, quota.ttl_seconds)
+
+
+def _quota(name: str, guaranteed: int | str, cap: int | str | None, ttl: float | str | None) -> Quota:
+    return Quota(
+        parse_size(guaranteed, f'quota "{name}" guaranteed'),
+        None if cap is None else parse_size(cap, f'quota "{name}" cap'),
+        None if ttl is None else parse_duration(ttl, f'quota "{name}" ttl'),
+    )
+
+
 def _parse_quotas(table: Any, path: str) -> dict[str, Quota]:
     if not isinstance(table, dict) or not all(isinstance(v, dict) for v in table.values()):
         raise ConfigError(f'{path}: quota must hold tables like [quota."name"]')
@@ -361,11 +374,7 @@ def _parse_quotas(table: Any, path: str) -> dict[str, Quota]:
         unknown = sorted(set(entry) - {"guaranteed", "cap", "ttl"})
         if unknown:
             raise ConfigError(f'{path}: quota "{name}" has unknown key {unknown[0]!r}; known are guaranteed, cap, ttl')
-        quotas[name] = Quota(
-            parse_size(entry.get("guaranteed", 0), f'quota "{name}" guaranteed'),
-            parse_size(entry["cap"], f'quota "{name}" cap') if "cap" in entry else None,
-            parse_duration(entry["ttl"], f'quota "{name}" ttl') if "ttl" in entry else None,
-        )
+        quotas[name] = _quota(name, entry.get("guaranteed", 0), entry.get("cap"), entry.get("ttl"))
     return quotas
 
 

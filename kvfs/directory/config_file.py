@@ -150,7 +150,7 @@ def change(path: str, key: str, value: str | None, files: Files) -> Settings:
         directory.store_id()
         with _locked(directory):
             before = _read(directory)
-            new = None if value is None else _value(name, value)
+            new = None if value is None else _value(key, name, value)
             after = set_value(before, section, name, new, f"{path}/{NAME}")
             settings = config.parse_toml(after, f"{path}/{NAME} {what}")
             old: Settings | None = None
@@ -180,16 +180,16 @@ def _locate(key: str) -> tuple[tuple[str, ...], str]:
     raise ConfigError(f"there is no setting {key!r}: known are {known}")
 
 
-def _value(name: str, value: str) -> int | str:
+def _value(key: str, name: str, value: str) -> int | str:
     """The value of a setting, after a check of its kind."""
     if name in _TEXTS:
         return value
     if name in ("retention", "upload_rate") and not value:
         return value
     if name in ("ttl", "timeout", "retention"):
-        config.parse_duration(value, name)
-    else:
-        config.parse_size(value, name)
+        config.parse_duration(value, key)
+    elif name != "requests":  # a count, which is checked with its limits
+        config.parse_size(value, key)
     return int(value) if value.isascii() and value.isdigit() else value
 
 

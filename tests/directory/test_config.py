@@ -64,11 +64,21 @@ def test_a_capacity_is_divided_without_a_rest() -> None:
         ({"quotas": {5: Quota()}}, "kvfs.Quota"),
         ({"quotas": {"a": Quota(guaranteed_bytes=32 * MIB + 1)}}, "half the capacity"),
         ({"quotas": {"a": 5}}, "kvfs.Quota"),
+        ({"quotas": ["a"]}, r"quotas is \['a'\]: map names"),
+        ({"quotas": {"a": Quota(guaranteed_bytes=-1)}}, 'quota "a" guaranteed is -1'),
+        ({"quotas": {"a": Quota(cap_bytes=1.5)}}, 'quota "a" cap is 1.5'),  # type: ignore[arg-type]
+        ({"quotas": {"a": Quota(ttl_seconds=-1)}}, 'quota "a" ttl is -1'),
+        ({"index": "63MiB"}, "lower segment_bytes or index_bytes"),
     ],
 )
 def test_settings_beyond_their_limits_are_refused(settings: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         make_settings(**{"capacity": "64MiB", **settings})
+
+
+def test_a_quota_takes_sizes_and_durations_as_texts_like_a_file_does() -> None:
+    quota: Any = Quota("1MiB", "8MiB", "1h")  # type: ignore[arg-type]
+    assert make_settings("64MiB", quotas={"a": quota}).quotas == {"a": Quota(MIB, 8 * MIB, 3600)}
 
 
 def test_settings_at_their_limits_are_accepted() -> None:

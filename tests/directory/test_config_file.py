@@ -200,9 +200,10 @@ def test_numbers_are_written_as_numbers_and_all_else_as_text(made: Path, key: st
     ("key", "value", "message"),
     [
         ("capacity", "", "capacity is ''"), ("capacity", "lots", "capacity is 'lots'"),
-        ("remote.timeout", "", "timeout is ''"), ("remote.timeout", "1y", "timeout is '1y'"),
-        ("remote.retention", "1y", "retention is '1y'"), ("quota.a.ttl", "", "ttl is ''"),
+        ("remote.timeout", "", "remote.timeout is ''"), ("remote.timeout", "1y", "timeout is '1y'"),
+        ("remote.retention", "1y", "retention is '1y'"), ("quota.a.ttl", "", "quota.a.ttl is ''"),
         ("quota.a.cap", "-1", "cap is '-1'"), ("remote.upload_rate", "slow", "upload_rate is 'slow'"),
+        ("remote.requests", "many", "remote.requests is 'many': choose 1 to 64"),
         ("capacity", "٣", "capacity is '٣'"), ("sync", "\ud800", "no Unicode text"),
     ],
 )  # fmt: skip
