@@ -302,12 +302,12 @@ def _named(ref: str, known: Sequence[Described]) -> list[Described]:
     return found or [d for d in known if _is_short(ref) and d.digest.hex().startswith(ref)]
 
 
-def listed(names: Iterable[str], wanted: str = "") -> str:
+def listed(names: Iterable[str], wanted: str | None = None) -> str:
     """``a, b and 292 more``; with ``wanted``, the end of a message that names what is close to it."""
     known = list(names)
     more = f" and {len(known) - CANDIDATES_MAX} more" if len(known) > CANDIDATES_MAX else ""
     shown = (", ".join(known[:CANDIDATES_MAX]) or "none") + more
-    if not wanted:
+    if wanted is None:
         return shown
     from difflib import get_close_matches
 

@@ -113,6 +113,11 @@ class App:
         path, other = self.path, "name another with -C or $KVFS_DIR"
         if os.path.lexists(path) and not os.path.isdir(path):
             return StoreNotFoundError(f"{path} is a file, and a store is a directory: {other}")
+        above = os.path.dirname(path)
+        while above and not os.path.lexists(above):
+            above = os.path.dirname(above)
+        if above and not os.path.isdir(above):
+            return StoreNotFoundError(f"no store at {path}, since {above} is a file: {other}")
         try:
             check_free(path, Files())
         except FormatError:  # files that are not kvfs's
@@ -137,7 +142,7 @@ class App:
 
     def namespace(self, store: Store, ref: str | None) -> Namespace:
         """The namespace that ``ref`` names; without ``ref``, the only namespace of the store."""
-        from kvfs.catalog.catalog import identity_of, listed
+        from kvfs.catalog.catalog import NotFoundError, identity_of, listed
         from kvfs.errors import ConfigError
 
         if ref is None:
@@ -145,6 +150,8 @@ class App:
             if len(known) != 1:
                 often = Counter(d.name for d in known)
                 names = listed(d.name if often[d.name] == 1 else d.label for d in known)
+                if not known:
+                    raise NotFoundError(f"{self.path} holds no namespace yet: an engine stores the first one")
                 raise ConfigError(f"name a namespace with -n: this store has {names}")
             described = known[0]
         else:

@@ -67,10 +67,13 @@ def check(path: str, settings: Settings, files: Files, *, read_only: bool = Fals
         return
     kind = filesystem_of(where)
     in_memory = kind in MEMORY_FILESYSTEMS
+    instead = 'or choose mode "cache"'
+    if os.path.lexists(os.path.join(path, "super")):  # there is a store to be set
+        instead += " (kvfs config set mode cache)"
     if mode is MEMORY and not in_memory:
         raise ConfigError(
             f'mode is "memory", and {path} is on {kind or "an unknown file system"}: put the store on '
-            'tmpfs (below /dev/shm, or mount one), or choose mode "cache" (kvfs config set mode cache)'
+            f"tmpfs (below /dev/shm, or mount one), {instead}"
         )
     if mode is STAGING:
         if in_memory:
@@ -81,10 +84,7 @@ def check(path: str, settings: Settings, files: Files, *, read_only: bool = Fals
             why = f"is on {kind or 'a file system'} that refuses O_DIRECT or ignores it"
         else:
             return
-        raise ConfigError(
-            f'mode is "staging", and {path} {why}: put the store on a local disk (ext4, xfs), or choose mode "cache" '
-            "(kvfs config set mode cache)"
-        )
+        raise ConfigError(f'mode is "staging", and {path} {why}: put the store on a local disk (ext4, xfs), {instead}')
 
 
 def _takes_direct(where: str, files: Files, read_only: bool) -> bool:

@@ -36,6 +36,9 @@ def test_a_path_without_a_store_is_told_apart_by_what_it_is(tmp_path: Path) -> N
         assert done.returncode == 10 and "is a file" in done.stderr and "init" not in done.stderr, done.stderr
         done = called("-C", str(tmp_path / "full"), *arguments)
         assert done.returncode == 10 and "holds other files" in done.stderr, done.stderr
+        done = called("-C", str(tmp_path / "full" / "theirs" / "a" / "b"), *arguments)
+        said = f"since {tmp_path / 'full' / 'theirs'} is a file"
+        assert done.returncode == 10 and said in done.stderr and "init" not in done.stderr, done.stderr
         for name in ("empty", "absent"):
             done = called("-C", str(tmp_path / name), *arguments)
             assert done.returncode == 10 and f"kvfs -C {tmp_path / name} init" in done.stderr, done.stderr
@@ -43,6 +46,29 @@ def test_a_path_without_a_store_is_told_apart_by_what_it_is(tmp_path: Path) -> N
     assert f"kvfs -C {tmp_path / 'empty'} init" in called("-C", str(tmp_path / "empty"), "ls").stderr
     for name in ("full/kvfs", "empty", "absent"):  # the commands that were named
         assert called("-C", str(tmp_path / name), "init", "--capacity", "64MiB").returncode == 0
+
+
+def test_a_store_without_namespaces_does_not_ask_for_the_name_of_one(store_path: Path) -> None:
+    assert called("-C", str(store_path), "init", "--capacity", "64MiB").returncode == 0
+    done = called("-C", str(store_path), "match", "/dev/null")
+    assert done.returncode == 1 and "no namespace yet" in done.stderr and "-n" not in done.stderr, done.stderr
+
+
+@pytest.mark.parametrize("arguments", [("match", "-n", "", "/dev/null"), ("inspect", "namespace:")])
+def test_an_empty_name_is_answered_with_the_names_that_there_are(store: Path, arguments: tuple[str, ...]) -> None:
+    done = called("-C", str(store), *arguments)
+    assert done.returncode == 1 and " '' in this store; it has: " in done.stderr, done.stderr
+
+
+@pytest.mark.parametrize("mode", ["memory", "staging"])
+def test_a_mode_that_a_file_system_lacks_names_a_setting_only_where_there_is_a_store(
+    mode: str, store_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("kvfs.directory.io_mode.filesystem_of", lambda _: "tmpfs" if mode == "staging" else "ext4")
+    done = called("-C", str(store_path), "init", "--capacity", "64MiB", "--mode", mode)
+    assert done.returncode == 2 and 'choose mode "cache"\n' in done.stderr, done.stderr
+    assert called("-C", str(store_path), "init", "--capacity", "64MiB").returncode == 0
+    assert "config set mode cache" in called("-C", str(store_path), "config", "set", "mode", mode).stderr
 
 
 def test_a_file_system_that_takes_no_directories_is_no_matter_of_the_kernels_log() -> None:
