@@ -252,30 +252,32 @@ class Store:
         return self._shared.c.figures.read("events", lambda: list(self._shared.c.events.read()), [])
 
     def gc(
-        self, target_bytes: int | None = None, *, seconds: float | None = None,
+        self, target_bytes: int | str | None = None, *, seconds: float | None = None,
         progress: Callable[[int, int], None] = lambda done, total: None,
     ) -> dict[str, int]:  # fmt: skip
-        """Evict until segments use at most ``target_bytes`` (default: only what exceeds the limits now).
+        """Evict until segments use at most ``target_bytes``, a size (default: only what exceeds the limits now).
 
         Stops after ``seconds``, if given. ``progress(done, total)`` in bytes. Returns ``segments_dropped``,
         ``bytes_before`` and ``bytes_after``.
         """
         self._check_open()
         self._check_writable()
+        target = None if target_bytes is None else parse_size(target_bytes, "target_bytes")
         if self._shared.disabled:
             return {"segments_dropped": 0, "bytes_before": 0, "bytes_after": 0}
         with root.translate_os_errors(self.path):
             evictor = self._shared.services().evictor
-            done = self._shared.c.calls.run(lambda: evictor.collect(target_bytes, seconds, progress))
+            done = self._shared.c.calls.run(lambda: evictor.collect(target, seconds, progress))
         self._shared.c.events.add("gc", **done)
         return done
 
-    def gc_plan(self, target_bytes: int | None = None) -> GcPlan:
+    def gc_plan(self, target_bytes: int | str | None = None) -> GcPlan:
         """What ``gc`` would do now; changes nothing."""
         from kvfs.eviction.dry_run import make_plan
 
         self._check_open()
-        return make_plan(self._shared.c, self._shared.services().evictor, target_bytes)
+        target = None if target_bytes is None else parse_size(target_bytes, "target_bytes")
+        return make_plan(self._shared.c, self._shared.services().evictor, target)
 
     def recompress_plan(
         self, codec: str = "planes", *, idle: float | str = "1h", seconds: float | None = None

@@ -8,6 +8,7 @@ import shutil
 from collections.abc import Callable, Iterable
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -204,6 +205,15 @@ def test_gc_does_about_what_its_plan_shows(path: Path) -> None:
         assert len(before - after) == done["segments_dropped"] > 1
         assert abs(len(plan.steps) - done["segments_dropped"]) <= 1
         assert done["bytes_after"] <= used // 2 and plan.used_bytes - plan.freed_bytes <= used // 2
+
+
+@pytest.mark.parametrize("target", [-1, "much", 1.5])
+def test_a_target_that_is_no_size_evicts_nothing(path: Path, target: Any) -> None:
+    with kvfs.open(path) as store:
+        for call in (store.gc, store.gc_plan):
+            with pytest.raises(kvfs.ConfigError, match=f"target_bytes is {target!r}: give bytes"):
+                call(target)
+        assert store.gc_plan("1KiB").target_bytes == 1024
 
 
 def test_gc_ends_when_its_time_is_over(path: Path) -> None:
