@@ -259,7 +259,8 @@ class PageLayout:
         dims = (head_dim, head_dim if v_head_dim is None else v_head_dim)
         cell = _cell(dtype, dims, "k{}+v{}".format(*dims), scale_digest, scale, scales)
         name, need = ("full", Need.all()) if window is None else ("window", Need.window_of(window))
-        return cls.of([Group(name, _layers(layers), kv_heads, cell, need, page_tokens)], page_tokens)
+        heads, states = _int("kv_heads", kv_heads, 1, HEADS_MAX), _int("page_tokens", page_tokens, *_PAGE_TOKENS)
+        return cls.of([Group(name, _layers(layers), heads, cell, need, states)], states)
 
     @classmethod
     def mla(
@@ -279,7 +280,8 @@ class PageLayout:
         """
         dims, order = (kv_lora_rank, rope_dim), _text("rope", rope, _ROPE)
         cell = _cell(dtype, dims, "latent {}+{} {}".format(*dims, order), scale_digest)
-        return cls.of([Group("full", _layers(layers), 1, cell, Need.all(), page_tokens)], page_tokens)
+        states = _int("page_tokens", page_tokens, *_PAGE_TOKENS)
+        return cls.of([Group("full", _layers(layers), 1, cell, Need.all(), states)], states)
 
     @classmethod
     def opaque(cls, page_bytes: int, page_tokens: int) -> PageLayout:
@@ -357,7 +359,9 @@ def _dtype(dtype: object, *allowed: str) -> str:
 
 
 def _layers(layers: int | Sequence[int]) -> tuple[int, ...]:
-    return tuple(range(_int("layers", layers, 1, LAYERS_MAX))) if isinstance(layers, int) else tuple(layers)
+    if isinstance(layers, Iterable) and not isinstance(layers, str):
+        return tuple(layers)
+    return tuple(range(_int("layers", layers, 1, LAYERS_MAX)))
 
 
 def _int(name: str, value: object, low: int, high: int, step: int = 1) -> int:

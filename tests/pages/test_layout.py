@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import json
 import pickle
+import re
 from dataclasses import replace
 from typing import Any
 
+import numpy
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -225,6 +227,16 @@ def test_static_scales_are_identity() -> None:
 def test_a_wrong_argument_is_refused_by_name(wrong: dict[str, Any]) -> None:
     with pytest.raises(ConfigError, match="pass "):
         PageLayout.kv(**{**LLAMA, **wrong})
+
+
+@pytest.mark.parametrize(
+    ("name", "value"), [("layers", "2"), ("layers", numpy.int64(2)), ("kv_heads", 0), ("page_tokens", 0)]
+)
+def test_a_number_that_is_refused_has_the_name_of_its_argument(name: str, value: Any) -> None:
+    with pytest.raises(ConfigError, match=rf"^{name} is {re.escape(repr(value))}: pass "):
+        PageLayout.kv(**{**LLAMA, name: value})
+    with pytest.raises(ConfigError, match=r"^page_tokens is 17: pass "):
+        PageLayout.mla(layers=1, kv_lora_rank=512, rope_dim=64, dtype="bfloat16", page_tokens=17)
 
 
 def test_an_unknown_rope_order_is_refused() -> None:
