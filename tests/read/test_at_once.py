@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import pickle
 import random
@@ -134,6 +135,17 @@ def test_a_match_that_holds_nothing_is_not_loaded_at_once(store: kvfs.Store) -> 
         out = bytearray(COUNT * 4096)
         assert ns.get_pages(lost, out, wait=False) == {"opaque": 0} and not any(out)
         assert ns.get_pages(lost, out) == {"opaque": (1 << COUNT) - 1} and out == b"".join(pages)
+
+
+@pytest.mark.parametrize("native", [True, False])
+def test_a_read_of_a_segment_notes_no_access_time(store: kvfs.Store, store_path: Path, native: bool) -> None:
+    """To note one, a read of the page cache would wait for the journal of a disk that hangs."""
+    ns, _ = stored(store, 4096)
+    for file in segment_files(store_path):
+        os.utime(file, ns=(0, file.stat().st_mtime_ns))  # so old that a read would write it
+    with contextlib.nullcontext() if native else library.paused(), ns.match_keys(KEYS) as match:
+        assert ns.get_pages(match, bytearray(COUNT * 4096), wait=not native)["opaque"].bit_count() == COUNT
+    assert [file.stat().st_atime_ns for file in segment_files(store_path)] == [0]
 
 
 def test_a_prompt_counts_the_pages_that_can_be_restored(store: kvfs.Store, store_path: Path) -> None:
