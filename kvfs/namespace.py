@@ -166,12 +166,14 @@ class Namespace:
         good = self.get_pages(match, out)
         return match.restorable(good) if match.tokens else 0
 
-    def get_pages(self, match: PrefixMatch, out: PagesLike) -> dict[str, int]:
+    def get_pages(self, match: PrefixMatch, out: PagesLike, *, wait: bool = True) -> dict[str, int]:
         """``get`` for callers that can use pages behind one that is lost, such as those of keys.
 
         Group name -> set of chunks, as bits, that are verified and now in ``out``; the rest of it is undefined.
+        ``wait=False``: without waiting for a disk, so of the pages in the page cache only. Whether the others are
+        damaged is not found out: ask for them again.
         """
-        return self._load(match, out)[0]
+        return self._load(match, out, wait)[0]
 
     def get_tiers(self, match: PrefixMatch, out: PagesLike) -> dict[Tier, int]:
         """``get`` for callers that account for each request: tier -> set of chunks, as bits.
@@ -197,13 +199,14 @@ class Namespace:
         self._c.counters.took("get", self._c.files.monotonic() - began)
         return done
 
-    def _load(self, match: PrefixMatch, out: PagesLike) -> tuple[dict[str, int], dict[Tier, int]]:
+    def _load(self, match: PrefixMatch, out: PagesLike, wait: bool = True) -> tuple[dict[str, int], dict[Tier, int]]:
         self._check_match(match)
         outs = [self._check_out(match, gm, out) for gm in match.groups]
         if not match.tokens:
             return dict.fromkeys((gm.name for gm in match.groups), 0), {}
         began = self._c.files.monotonic()
-        done = self._reader.load(match, self.layout.groups, outs)
+        load = self._reader.load if wait else self._reader.load_at_once
+        done = load(match, self.layout.groups, outs)
         self._c.counters.took("get", self._c.files.monotonic() - began)
         return done
 

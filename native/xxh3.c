@@ -147,9 +147,7 @@ static pair medium_128(const uint8_t *p, uint64_t n) {
 
 /* -- more: stripes of 64 bytes, blocks of 16 stripes ----------------------------------------------------------- */
 
-typedef struct {
-    uint64_t lane[8];
-} __attribute__((aligned(64))) lanes;
+typedef kvfs_lanes lanes;
 
 static inline __attribute__((always_inline)) void stripe_portable(uint64_t *acc, const uint8_t *p, const uint8_t *secret) {
     for (int i = 0; i < 8; i++) {
@@ -162,18 +160,21 @@ static inline __attribute__((always_inline)) void scramble_portable(uint64_t *ac
     for (int i = 0; i < 8; i++) acc[i] = (acc[i] ^ acc[i] >> 47 ^ load64(secret + 128 + 8 * i)) * P32_1;
 }
 
-#define ACCUMULATE(NAME, LOAD, STRIPE, SCRAMBLE, STORE)                                 \
-    static void NAME(lanes *out, const uint8_t *p, uint64_t n, const uint8_t *secret) { \
-        LOAD;                                                                           \
-        const uint8_t *last = p + n - 64;                                               \
-        for (uint64_t blocks = (n - 1) / 1024; blocks--; p += 1024) {                   \
-            for (int s = 0; s < 16; s++) STRIPE(acc, p + 64 * s, secret + 8 * s);       \
-            SCRAMBLE(acc, secret);                                                      \
-        }                                                                               \
-        for (uint64_t s = 0, stripes = ((n - 1) & 1023) / 64; s < stripes; s++)         \
-            STRIPE(acc, p + 64 * s, secret + 8 * s);                                    \
-        STRIPE(acc, last, secret + 121);                                                \
-        STORE;                                                                          \
+/* The end of an input, of n bytes; or, with ``more``, n bytes before the end, a multiple of 1024. */
+#define ACCUMULATE(NAME, LOAD, STRIPE, SCRAMBLE, STORE)                                           \
+    static void NAME(lanes *out, const uint8_t *p, uint64_t n, const uint8_t *secret, int more) { \
+        LOAD;                                                                                     \
+        const uint8_t *last = p + n - 64;                                                         \
+        for (uint64_t blocks = (n - !more) / 1024; blocks--; p += 1024) {                         \
+            for (int s = 0; s < 16; s++) STRIPE(acc, p + 64 * s, secret + 8 * s);                 \
+            SCRAMBLE(acc, secret);                                                                \
+        }                                                                                         \
+        if (!more) {                                                                              \
+            for (uint64_t s = 0, stripes = ((n - 1) & 1023) / 64; s < stripes; s++)               \
+                STRIPE(acc, p + 64 * s, secret + 8 * s);                                          \
+            STRIPE(acc, last, secret + 121);                                                      \
+        }                                                                                         \
+        STORE;                                                                                    \
     }
 
 #if defined(__x86_64__)
@@ -241,12 +242,13 @@ ACCUMULATE(accumulate_plain, uint64_t acc[8]; memcpy(acc, out, 64), stripe_porta
 #endif
 ACCUMULATE(accumulate_portable, uint64_t acc[8]; memcpy(acc, out, 64), stripe_portable, scramble_portable, memcpy(out, acc, 64))
 
-static void accumulate(lanes *acc, const uint8_t *p, uint64_t n, const uint8_t *secret) {
+static const lanes BEGIN = {{P32_3, P64_1, P64_2, P64_3, P64_4, P32_2, P64_5, P32_1}};
+
+static void accumulate(lanes *acc, const uint8_t *p, uint64_t n, const uint8_t *secret, int more) {
     uint32_t cpu = kvfs_features();
-    *acc = (lanes){{P32_3, P64_1, P64_2, P64_3, P64_4, P32_2, P64_5, P32_1}};
-    if (cpu & KVFS_FEATURE_AVX2) accumulate_wide(acc, p, n, secret);
-    else if (cpu) accumulate_plain(acc, p, n, secret);
-    else accumulate_portable(acc, p, n, secret);
+    if (cpu & KVFS_FEATURE_AVX2) accumulate_wide(acc, p, n, secret, more);
+    else if (cpu) accumulate_plain(acc, p, n, secret, more);
+    else accumulate_portable(acc, p, n, secret, more);
 }
 
 static uint64_t merged(const lanes *acc, const uint8_t *secret, uint64_t start) {
@@ -258,7 +260,7 @@ static uint64_t merged(const lanes *acc, const uint8_t *secret, uint64_t start) 
 uint64_t kvfs_xxh3_64(const uint8_t *p, uint64_t n, uint64_t seed) {
     if (n <= 16) return small_64(p, n, seed);
     if (n <= 240) return medium_64(p, n, seed);
-    lanes acc;
+    lanes acc = BEGIN;
     uint8_t own[192];
     const uint8_t *secret = SECRET;
     if (seed) {
@@ -268,8 +270,15 @@ uint64_t kvfs_xxh3_64(const uint8_t *p, uint64_t n, uint64_t seed) {
         }
         secret = own;
     }
-    accumulate(&acc, p, n, secret);
+    accumulate(&acc, p, n, secret, 0);
     return merged(&acc, secret + 11, n * P64_1);
+}
+
+void kvfs_xxh3_begin(kvfs_lanes *acc) { *acc = BEGIN; }
+void kvfs_xxh3_more(kvfs_lanes *acc, const uint8_t *p, uint64_t n) { accumulate(acc, p, n, SECRET, 1); }
+uint64_t kvfs_xxh3_end(kvfs_lanes *acc, const uint8_t *p, uint64_t n, uint64_t all) {
+    accumulate(acc, p, n, SECRET, 0);
+    return merged(acc, SECRET + 11, all * P64_1);
 }
 
 void kvfs_xxh3_128(const uint8_t *p, uint64_t n, uint8_t *out) {
@@ -277,8 +286,8 @@ void kvfs_xxh3_128(const uint8_t *p, uint64_t n, uint8_t *out) {
     if (n <= 16) hash = small_128(p, n);
     else if (n <= 240) hash = medium_128(p, n);
     else {
-        lanes acc;
-        accumulate(&acc, p, n, SECRET);
+        lanes acc = BEGIN;
+        accumulate(&acc, p, n, SECRET, 0);
         hash = (pair){merged(&acc, SECRET + 11, n * P64_1), merged(&acc, SECRET + 117, ~(n * P64_2))};
     }
     hash = (pair){__builtin_bswap64(hash.low), __builtin_bswap64(hash.high)};

@@ -369,6 +369,16 @@ MUTATIONS = (
         ("tests/integrations/test_lmcache.py",),
     ),
     Mutation(
+        "give out at once what does not verify", "kvfs/read/fetch.py",
+        "if not same and summed[number] and b", "if False and b",
+        ("tests/read/test_at_once.py",),
+    ),
+    Mutation(
+        "ask a disk for what the page cache lacks, where none may be waited for", "kvfs/read/fetch.py",
+        "        jobs = self._cached_jobs(jobs) if native is not None else []\n", "",
+        ("tests/read/test_at_once.py",),
+    ),
+    Mutation(
         "pad objects of LMCache with what another one had", "kvfs/integrations/lmcache/objects.py",
         "                        one[size:] = bytes(kind.nbytes - size)", "                        pass",
         ("tests/integrations/test_lmcache.py",),

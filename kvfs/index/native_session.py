@@ -52,18 +52,6 @@ class NativeSession(NamedTuple):
         return self.walker.walk(lookup, first, end, rows_max, self.now_s, self.txn, stop_at_gap=stop_at_gap)
 
 
-def _open_data(files: Files, folder: int) -> Descriptor:
-    """Open the index file for reads that must not wait, so without access times: to note one is a write to the file
-    system's journal, for which even a read with RWF_NOWAIT waits, with the interpreter held.
-
-    Only its owner and root may ask for that. For another member of the store's group a disk that hangs may hang it.
-    """
-    try:
-        return Descriptor.open(files, "data.mdb", os.O_RDONLY | os.O_NOATIME, dir_fd=folder)
-    except PermissionError:
-        return Descriptor.open(files, "data.mdb", os.O_RDONLY, dir_fd=folder)
-
-
 class NativeIndex:
     """Owns the walker of one generation and its descriptors: CURRENT, and the index file."""
 
@@ -74,7 +62,7 @@ class NativeIndex:
         files = directory.files
         self._files, self._generation = files, generation
         current = Descriptor.open(files, "CURRENT", os.O_RDONLY, dir_fd=directory.sub("index"))
-        data = _open_data(files, folder)
+        data = Descriptor.open_unstamped(files, "data.mdb", dir_fd=folder)
         self._kept = current, data
         self._walker = IndexWalker(native, current.fd, data.fd, stamp)
 

@@ -101,6 +101,10 @@ class CachedRead:
         """Leaf table of a stretch."""
         return self._pieces.table(number)
 
+    def tables(self) -> bytes:
+        """Leaf tables of all stretches, one behind the other."""
+        return self._pieces.tables()
+
 
 class FileCopy:
     """One copy of many stretches, whose ``at`` is a place in a stream, to a file, by several threads as in

@@ -72,6 +72,55 @@ class Fetcher:
         cold = sum(job.bits() for job in rest)
         return sum(bits for bits, _ in found), [fault for _, faults in found for fault in faults], cold
 
+    def fetch_at_once(self, jobs: Sequence[ReadJob], leaf_bytes: int, out: memoryview | PageBuffers) -> int:
+        """Fill ``out`` with jobs that are in the page cache as a whole; the chunks that verified (as bits).
+
+        Waits for no disk. Nothing is counted of other chunks; none is good where that cannot be done.
+        """
+        native = self._native()
+        jobs = self._cached_jobs(jobs) if native is not None else []
+        if native is None or not jobs:
+            return 0
+        summed = [self.must_verify(job) for job in jobs]
+        read = self._read_native(native, jobs, summed, leaf_bytes, out, self._readers(jobs, leaf_bytes))
+        if not read.supported:
+            return 0
+        left, good = set(read.left()), 0
+        same = not left and all(summed) and self._same_roots(native, read, jobs, leaf_bytes)
+        for number, job in enumerate(jobs):
+            if number in left:
+                continue
+            if not same and summed[number] and b"".join(_roots(job, read.table(number), leaf_bytes)) != job.roots:
+                continue
+            self._remember(job.held.segment_id, job.seqs)
+            good |= job.bits()
+        return good
+
+    def _same_roots(
+        self, native: library.Library, read: payloads.CachedRead | payloads.FileCopy, jobs: Sequence[ReadJob],
+        leaf_bytes: int,
+    ) -> bool:  # fmt: skip
+        """Whether all jobs, which have no gaps, were summed and verify: one call for all of them."""
+        found = payloads.roots(native, read.tables(), jobs[0].size // leaf_bytes * LEAF_BYTES)
+        return found == b"".join([job.roots for job in jobs])
+
+    def _cached_jobs(self, jobs: Sequence[ReadJob]) -> list[ReadJob]:
+        """Those of which the kernel does not tell that some of it is not in the page cache: a read that finds less than
+        it wants may begin to read ahead, which waits where a disk hangs. Neighbours are asked about at once."""
+        found, first = list[ReadJob](), 0
+        for end in range(1, len(jobs) + 1):
+            last = jobs[end - 1]
+            behind = fmt.align(last.offset + last.nbytes)
+            if end < len(jobs) and jobs[end].held is last.held and jobs[end].offset == behind:
+                continue
+            offset, nbytes = jobs[first].offset, last.offset + last.nbytes - jobs[first].offset
+            if self._c.segments.cached_bytes(last.held, offset, nbytes) in (None, nbytes):
+                found += jobs[first:end]
+            else:
+                found += [job for job in jobs[first:end] if self._cached(job) == job.nbytes]
+            first = end
+        return found
+
     def copy(
         self, jobs: Sequence[ReadJob], leaf_bytes: int, to: int, spots: Sequence[tuple[int, int, int]]
     ) -> int | None:
@@ -98,8 +147,7 @@ class Fetcher:
         self._team.each(copy.work, [copy.share] * workers)
         if copy.errno:
             return None
-        found = payloads.roots(native, copy.tables(), jobs[0].size // leaf_bytes * LEAF_BYTES)
-        if found != b"".join([job.roots for job in jobs]):
+        if not self._same_roots(native, copy, jobs, leaf_bytes):
             return None
         return sum(job.bits() for job, yes in zip(jobs, direct, strict=True) if yes)
 
@@ -140,8 +188,7 @@ class Fetcher:
         native = self._native()
         summed = [self.must_verify(job) for job in jobs]
         if native is not None and jobs:
-            most = sum(-(-job.nbytes // _step(leaf_bytes)) for job in jobs)
-            read = self._read_native(native, jobs, summed, leaf_bytes, out, max(1, min(most, self._c.threads)))
+            read = self._read_native(native, jobs, summed, leaf_bytes, out, self._readers(jobs, leaf_bytes))
             if read.supported:
                 return self._found_native(read, jobs, summed, leaf_bytes)
         pieces: list[_Piece] = []
@@ -164,6 +211,10 @@ class Fetcher:
                 table = b"".join([table for table in tables[a:b] if table is not None])
                 found.append(self._verify_job(job, table, leaf_bytes) if summed[number] else (job.bits(), []))
         return found, [jobs[number] for number in sorted(left)]
+
+    def _readers(self, jobs: Sequence[ReadJob], leaf_bytes: int) -> int:
+        """Threads that have something to do."""
+        return max(1, min(sum(-(-job.nbytes // _step(leaf_bytes)) for job in jobs), self._c.threads))
 
     def _read_native(
         self, native: library.Library, jobs: Sequence[ReadJob], summed: Sequence[bool], leaf_bytes: int,

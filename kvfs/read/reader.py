@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial, reduce
-from operator import and_
+from operator import and_, or_
 from typing import TypeVar
 
 from kvfs.context import Context
@@ -59,13 +59,35 @@ class Reader:
                 good[gm.name], missed = self._load_group(match, gm, groups[gm.number], out, held)
                 cold |= missed
                 read |= span(gm.first, gm.count)
-            usable = span(0, match.restorable(good))
-            if match.keyed:  # each page is of use by itself
-                usable = reduce(and_, good.values())
-            tiers = {Tier.DEVICE: usable & ~read, Tier.HOST: usable & read & ~cold, Tier.DISK: usable & cold}
-            tokens = {tier: chunks.bit_count() * match.page_tokens for tier, chunks in tiers.items()}
-            self._c.counters.loaded(match.namespace, tokens)
-            return good, {tier: chunks for tier, chunks in tiers.items() if chunks}
+            return good, self._count_tiers(match, good, read, cold)
+
+    def load_at_once(
+        self, match: PrefixMatch, groups: Sequence[Group], outs: Sequence[memoryview | PageBuffers]
+    ) -> tuple[dict[str, int], dict[Tier, int]]:
+        """``load`` of what is stored as wanted and in the page cache: waits for no disk. Nothing is noted of other
+        chunks, for which ``load`` is to follow; that is all of them if the hold of the match is closed."""
+        good, hold = dict.fromkeys((gm.name for gm in match.groups), 0), match.hold
+        if hold is None or not hold.acquire():
+            return good, {}
+        try:
+            for gm, out in zip(match.groups, outs, strict=True):
+                jobs, _ = plan_reads(gm, hold.held, READ_BYTES, single=isinstance(out, PageBuffers))
+                good[gm.name] = self._fetcher.fetch_at_once(jobs, groups[gm.number].leaf_bytes(gm.want), out)
+                self._note(match, gm, good[gm.name], hold.held)
+            read = reduce(or_, (span(gm.first, gm.count) for gm in match.groups))
+            return good, self._count_tiers(match, good, read, 0)
+        finally:
+            hold.release()
+
+    def _count_tiers(self, match: PrefixMatch, good: Mapping[str, int], read: int, cold: int) -> dict[Tier, int]:
+        """Count the tokens of a load by tier; the chunks of use, as bits, by tier. All but ``good`` as bits, too."""
+        usable = span(0, match.restorable(good))
+        if match.keyed:  # each page is of use by itself
+            usable = reduce(and_, good.values())
+        tiers = {Tier.DEVICE: usable & ~read, Tier.HOST: usable & read & ~cold, Tier.DISK: usable & cold}
+        tokens = {tier: chunks.bit_count() * match.page_tokens for tier, chunks in tiers.items()}
+        self._c.counters.loaded(match.namespace, tokens)
+        return {tier: chunks for tier, chunks in tiers.items() if chunks}
 
     def copy(self, match: PrefixMatch, group: Group, to: int, spots: Sequence[tuple[int, int, int]]) -> bool:
         """Copy all pages of a match of the only group into the file ``to``, verified, and ``touch`` them. False if that

@@ -239,7 +239,7 @@ class SegmentFiles:
         """Open a segment under a shared flock. FileNotFoundError if it has no file; None for other errors."""
         try:
             segments = self._directory.sub("segments")
-            file = Descriptor.open(self._files, file_name(segment_id), os.O_RDONLY, dir_fd=segments)
+            file = Descriptor.open_unstamped(self._files, file_name(segment_id), dir_fd=segments)
         except FileNotFoundError:
             raise
         except OSError:

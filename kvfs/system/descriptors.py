@@ -36,6 +36,19 @@ class Descriptor:
         return made
 
     @classmethod
+    def open_unstamped(cls, files: Files, name: str, *, dir_fd: int) -> Descriptor:
+        """Open for reads that must not wait, so without access times: to note one is a write to the file system's
+        journal, for which even a read with RWF_NOWAIT waits.
+
+        Only the file's owner and root may ask for that. For another member of the store's group a disk that hangs may
+        hang such a read.
+        """
+        try:
+            return cls.open(files, name, os.O_RDONLY | os.O_NOATIME, dir_fd=dir_fd)
+        except PermissionError:
+            return cls.open(files, name, os.O_RDONLY, dir_fd=dir_fd)
+
+    @classmethod
     def create(cls, files: Files, name: str, mode: int, *, dir_fd: int) -> Descriptor:
         made = cls(files)
         files.create(name, mode, dir_fd=dir_fd, keep=made._kept)

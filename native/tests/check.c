@@ -8,6 +8,7 @@
 #include <sys/wait.h>
 #include <unistd.h>
 
+#include "hash.h"
 #include "image.h"
 
 enum { DAMAGES = 30000 };
@@ -60,6 +61,18 @@ static void check_hashes(void) {
             kvfs_xxh3_128(exact, n, both[portable]);
         }
         CHECK(sums[0] == sums[1] && !memcmp(both[0], both[1], 16));
+        for (int portable = 0; portable < 2 && n > 240; portable++) { /* in parts */
+            kvfs_lanes acc;
+            uint64_t at = 0;
+            kvfs_portable(portable);
+            kvfs_xxh3_begin(&acc);
+            for (; n - at > 2048; at += 1024) kvfs_xxh3_more(&acc, exact + at, 1024);
+            CHECK(kvfs_xxh3_end(&acc, exact + at, n - at, n) == kvfs_xxh3_64(exact, n, 0));
+            kvfs_xxh3_begin(&acc);
+            kvfs_xxh3_more(&acc, exact, (n - 1) / 1024 * 1024); /* the last part is as short as it can be */
+            at = (n - 1) / 1024 * 1024;
+            CHECK(kvfs_xxh3_end(&acc, exact + at, n - at, n) == kvfs_xxh3_64(exact, n, 0));
+        }
         free(exact);
     }
     kvfs_portable(0);
@@ -294,6 +307,21 @@ static void check_lookups(const char *folder) {
 
 /* -- payloads ---------------------------------------------------------------------------------------------------------- */
 
+static void check_long_leaf(const char *folder) {
+    enum { LEAF = (1 << 20) + 40 };
+    uint8_t *data = malloc(LEAF), *memory = malloc(LEAF), left[1] = {0};
+    fill(data, LEAF);
+    int fd = make_file(folder, "long", (const char *)data, LEAF);
+    kvfs_job job = {fd, 0, 0, 0, LEAF, LEAF, 0, 0};
+    uint64_t table = 0, next = 0;
+    int64_t got = kvfs_read(&job, 1, 1, LEAF, memory, &table, &next, left, 1);
+    if (got < 0 || left[0]) printf("reads left out: %lld\n", (long long)got);
+    else CHECK(got == 1 && !memcmp(memory, data, LEAF) && table == kvfs_xxh3_64(data, LEAF, 0));
+    free(data);
+    free(memory);
+    close(fd);
+}
+
 static void check_payloads(const char *folder) {
     enum { N = 300000, LEAF = 4096 };
     uint8_t *data = malloc(N), *memory = calloc(1, N);
@@ -327,6 +355,7 @@ static void check_payloads(const char *folder) {
         printf("reads left out: %lld\n", (long long)got);
         kvfs_sum(data, N, LEAF, expected);
     }
+    check_long_leaf(folder);
     /* a stream of both jobs, the second half of it first in the file, a stretch in the middle left out */
     int to = make_file(folder, "copy", "", 0);
     kvfs_spot places[3] = {{150000, N - 150000, 0}, {0, 100, N}, {100, 102300, N + 100}};

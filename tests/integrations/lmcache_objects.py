@@ -153,7 +153,7 @@ class FakeEngine:
         loaded = {found[n] for n in good}
         self.server.unlock([keys[n] for n in found])
         assert not len(self.server.objects.locks)
-        assert all(m.content == poison for n, m in enumerate(memory) if n not in loaded), "memory was touched"
+        assert all(m.content == poison for n, m in enumerate(memory) if n not in found), "memory was touched"
         return [m.content if n in loaded else None for n, m in enumerate(memory)]
 
     def counters(self) -> Mapping[str, int]:

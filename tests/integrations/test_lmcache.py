@@ -16,6 +16,7 @@ from kvfs.integrations.lmcache import kinds, locks, objects, tasks
 from kvfs.integrations.lmcache.kinds import stored_bytes
 from kvfs.integrations.lmcache.settings import settings_of
 from kvfs.integrations.lmcache.tasks import Task, TaskQueue
+from kvfs.native import library
 from kvfs.system.files import Files
 from kvfs.testing import EngineContract, Fault, FaultyFiles
 from tests.integrations.lmcache_objects import (
@@ -30,6 +31,7 @@ from tests.integrations.lmcache_objects import (
     keys_of,
     open_objects,
 )
+from tests.stores import corrupt
 
 NBYTES = 8192
 
@@ -330,6 +332,53 @@ def test_a_disk_that_hangs_ends_no_task_late_and_touches_no_memory(memory_path: 
         server.close()
         assert [m.content for m in memory] == before
         assert all(memory[n].content == pages[n] for n in found)
+
+
+@pytest.mark.parametrize("nbytes", [NBYTES, objects.PIECE_BYTES + 4096])
+def test_objects_in_the_page_cache_are_loaded_without_memory_of_the_adapter(
+    memory_path: Path, nbytes: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if library.loaded() is None:
+        pytest.skip("the native library is not built")
+    server = open_objects(memory_path / "store", capacity="256MiB")
+    keys, pages = some(5, nbytes)
+    assert server.store(keys, [Memory(page) for page in pages]).good
+    monkeypatch.setattr(objects, "AT_ONCE_BYTES", 2 * nbytes)
+    server.objects._pieces._free.clear()
+    memory = [Memory(room=nbytes + 100) for _ in keys]
+    for one in memory:
+        one.metadata.shapes = [(nbytes,)]  # its buffer is longer than the object
+    assert server.look(keys) == server.load(keys, memory) == list(range(5))
+    assert [m.content for m in memory] == [page + bytes(100) for page in pages]
+    assert not server.objects._pieces._free
+    server.close()
+
+
+def test_a_task_that_has_ended_loads_nothing_out_of_the_page_cache(memory_path: Path) -> None:
+    server = open_objects(memory_path / "store")
+    keys, pages = some(3)
+    assert server.store(keys, [Memory(page) for page in pages]).good
+    memory = [Memory(b"\xa5" * NBYTES) for _ in keys]
+    task = Task[objects.Keys](0, lambda task: None, objects.Keys(3), 0.0)
+    assert server.look(keys) == [0, 1, 2] and task.end()
+    server.objects._load(task, keys, memory)
+    assert not task.value.numbers and all(m.content == b"\xa5" * NBYTES for m in memory)
+    server.close()
+
+
+def test_a_damaged_object_is_noted_once_and_the_others_are_loaded(memory_path: Path) -> None:
+    server = open_objects(memory_path / "store")
+    keys, pages = some(9)
+    assert server.store(keys, [Memory(page) for page in pages]).good
+    corrupt(memory_path / "store", pages[4])
+    memory = [Memory(room=NBYTES) for _ in keys]
+    assert server.look(keys) == list(range(9))
+    rest = [n for n in range(9) if n != 4]
+    assert server.load(keys, memory) == rest and all(memory[n].content == pages[n] for n in rest)
+    assert server.objects.store.stats()["counters"]["pages_corrupt"] == 1
+    server.unlock(keys)
+    assert server.look(keys) == rest
+    server.close()
 
 
 @pytest.mark.parametrize("seed", range(6))

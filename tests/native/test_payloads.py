@@ -50,6 +50,8 @@ def test_stretches_are_read_and_summed(native: library.Library, tmp_path: Path) 
         assert memory == b"".join(expected) and call.left() == []
         for number, (s, bytes_read) in enumerate(zip(stretches, expected, strict=True)):
             assert call.table(number) == (leaf_table(bytes_read, LEAF) if s.leaf_bytes else b"")
+        summed = [one for s, one in zip(stretches, expected, strict=True) if s.leaf_bytes]
+        assert call.tables() == b"".join(leaf_table(one, LEAF) for one in summed)
     behind = payloads.Stretch(fd, len(data) - LEAF, 0, 2 * LEAF, LEAF)
     closed = payloads.Stretch(-1, 0, 2 * LEAF, LEAF, LEAF)
     fine = payloads.Stretch(fd, 0, 3 * LEAF, LEAF, LEAF)
@@ -58,6 +60,22 @@ def test_stretches_are_read_and_summed(native: library.Library, tmp_path: Path) 
         call.left() == [0, 1] and memory[3 * LEAF :] == data[:LEAF] and call.table(2) == leaf_table(data[:LEAF], LEAF)
     )
     os.close(fd)
+
+
+@pytest.mark.parametrize("leaf", [(512 << 10) + LEAF, 1 << 20, (1 << 20) + 24, (3 << 19) + 1])
+def test_a_long_leaf_is_read_and_summed_in_parts(native: library.Library, tmp_path: Path, leaf: int) -> None:
+    data = seeded(leaf, 2 * leaf + LEAF)
+    file = tmp_path / "file"
+    file.write_bytes(data)
+    fd, memory = os.open(file, os.O_RDONLY), ctypes.create_string_buffer(3 * leaf)
+    two, short = payloads.Stretch(fd, 0, 0, 2 * leaf, leaf), payloads.Stretch(fd, 2 * leaf, 2 * leaf, leaf, leaf)
+    call = payloads.CachedRead(native, [two, short], leaf, ctypes.addressof(memory), 1)
+    call.work(call.share)
+    os.close(fd)
+    if not call.supported:
+        pytest.skip("the file system does not say what is in the page cache")
+    assert call.left() == [1], "the file ends within the last leaf"
+    assert memory.raw[: 2 * leaf] == data[: 2 * leaf] and call.table(0) == leaf_table(data[: 2 * leaf], leaf)
 
 
 def test_stretches_are_copied_to_their_places_in_a_file(native: library.Library, tmp_path: Path) -> None:

@@ -1,13 +1,14 @@
 """Objects of LMCache in a store: what a store task, a lookup task and a load task do.
 
-Keys and objects are told by their attributes; LMCache is not imported. An object's bytes pass through memory of the
-adapter, a piece at a time: a task may end while a disk still has a call of it, and then the object's memory belongs
-to LMCache again.
+Keys and objects are told by their attributes; LMCache is not imported. A task may end while a disk still has a call of
+it, and then the memory of its objects belongs to LMCache again. So bytes that a disk may have to be waited for pass
+through memory of the adapter, a piece at a time; what the page cache has is loaded straight into the objects.
 """
 
 from __future__ import annotations
 
 import ctypes
+import functools
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -26,6 +27,7 @@ from kvfs.store import Store, open_store
 
 GROUP = "opaque"
 PIECE_BYTES = 8 << 20  # copied and stored, or loaded, in one step, unless one object is larger: fits a core's cache
+AT_ONCE_BYTES = 128 << 20  # loaded out of the page cache in one step: 10 to 30 ms, after which a task may end
 SLICE_KEYS = 256  # of one match: a load cuts its pieces out of it
 SWEEP_SECONDS = 0.25
 CLOSE_SECONDS = 10.0
@@ -193,7 +195,7 @@ class Objects:
     # -- load --------------------------------------------------------------------------------
 
     def _load(self, task: Task[Keys], keys: Sequence[Any], objects: Sequence[Any]) -> None:
-        """Load into the objects that are locked or stored. Bytes that are not verified do not reach them."""
+        """Load into the objects that are locked or stored. What one has that is not in the result is undefined."""
         rooms = [_length(obj) for obj in objects]
         layouts = [_layout(obj) for obj in objects]
         by_match = dict[Held, list[tuple[int, int]]]()  # page of the match, number of the key
@@ -214,12 +216,29 @@ class Objects:
                 by_match.setdefault(held, []).append((page, unlocked[n]))
         try:
             for held, pages in by_match.items():
-                for part in _streaks(pages, held.kind.nbytes):
-                    if not self._load_part(task, held, part, objects):
-                        return
+                for part in _streaks(pages, held.kind.nbytes, AT_ONCE_BYTES):
+                    rest = self._load_at_once(task, held, part, objects)
+                    for some in _streaks(rest, held.kind.nbytes, PIECE_BYTES):
+                        if not self._load_part(task, held, some, objects):
+                            return
         finally:
             for _, held, _ in found:
                 held.match.close()
+
+    def _load_at_once(
+        self, task: Task[Keys], held: Held, part: Sequence[tuple[int, int]], objects: Sequence[Any]
+    ) -> Sequence[tuple[int, int]]:
+        """Load what the page cache has of consecutive pages of a match straight into the objects; the other pages.
+
+        The task cannot end meanwhile, and need not: nothing waits for a disk."""
+        match = held.match.cut(part[0][0], len(part))
+        with task.alive() as alive:
+            if not alive:
+                return part
+            buffers = [_bytes(objects[n])[: held.kind.nbytes] for _, n in part]
+            good = held.space.get_pages(match, buffers, wait=False)[GROUP]
+            task.value.numbers += [n for page, n in part if good >> page & 1]
+        return [one for one in part if not good >> one[0] & 1]
 
     def _load_part(self, task: Task[Keys], held: Held, part: Sequence[tuple[int, int]], objects: Sequence[Any]) -> bool:
         """Load consecutive pages of a match; False if the task has ended."""
@@ -312,10 +331,15 @@ def _shapes(obj: Any) -> tuple[Sequence[Any], Sequence[Any]]:
 
 
 def _layout(obj: Any) -> str:
-    return layout_name(*_shapes(obj))
+    return _kind_of_arrays(*_shapes(obj)).layout
 
 
 def _kind_of_arrays(shapes: Sequence[Any], dtypes: Sequence[Any]) -> Kind:
+    return _kind_of(tuple(map(tuple, shapes)), tuple(dtypes))
+
+
+@functools.lru_cache(256)  # the objects of a task have one layout or a few
+def _kind_of(shapes: tuple[Any, ...], dtypes: tuple[Any, ...]) -> Kind:
     return Kind(layout_name(shapes, dtypes), sum(_room(s, t) for s, t in zip(shapes, dtypes, strict=True)))
 
 
@@ -350,9 +374,9 @@ def _parts(names: Sequence[bytes], nbytes: int) -> Iterator[Sequence[bytes]]:
     return (names[first : first + step] for first in range(0, len(names), step))
 
 
-def _streaks(pages: Sequence[tuple[int, int]], nbytes: int) -> Iterator[list[tuple[int, int]]]:
-    """(page, number of its key), in streaks of consecutive pages that fit a piece. A page may be wanted twice."""
-    step, streak = max(1, PIECE_BYTES // nbytes), list[tuple[int, int]]()
+def _streaks(pages: Sequence[tuple[int, int]], nbytes: int, most: int) -> Iterator[list[tuple[int, int]]]:
+    """(page, number of its key), in streaks of consecutive pages of ``most`` bytes. A page may be wanted twice."""
+    step, streak = max(1, most // nbytes), list[tuple[int, int]]()
     for one in sorted(pages):
         if streak and (one[0] != streak[-1][0] + 1 or len(streak) == step):
             yield streak
