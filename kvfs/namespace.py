@@ -25,7 +25,7 @@ from kvfs.read.reader import Reader
 from kvfs.system.memory_views import PageBuffers, byte_view
 from kvfs.types import ExtraKeys, PagesLike, PutResult, Tier, TokensLike
 from kvfs.types import SavePlan as SavePlan
-from kvfs.write.active_segments import RoomWait, SegmentClass
+from kvfs.write.active_segments import LANES, RoomWait, SegmentClass
 from kvfs.write.appender import Appender, AppendJob, Outcome, check_pages_fit
 
 if TYPE_CHECKING:
@@ -276,10 +276,15 @@ class Namespace:
 
     def put_keys(
         self, keys: Sequence[bytes], pages: PagesLike, *, part: Part | Mapping[str, Part] | None = None,
-        ttl: float | str | None = None, attempt: bytes = bytes(8),
+        ttl: float | str | None = None, attempt: bytes = bytes(8), lane: int = 0,
     ) -> PutResult:  # fmt: skip
-        """Store one page per key (of each group that ``pages`` names); the rest as in ``put``."""
-        return self._put(self._key_prompt(keys), pages, 0, part, ttl, attempt)
+        """Store one page per key (of each group that ``pages`` names); the rest as in ``put``.
+
+        ``lane``: 0 to 7. Puts of one lane append to the same segment, one after the other; those of two, in parallel.
+        """
+        if type(lane) is not int or not 0 <= lane < LANES:
+            raise ConfigError(f"lane is {lane!r}: pass 0 to {LANES - 1}")
+        return self._put(self._key_prompt(keys), pages, 0, part, ttl, attempt, lane)
 
     def chunk_hashes(self, token_ids: TokensLike, *, extra: ExtraKeys | None = None) -> list[bytes]:
         """Hashes (32 bytes) of the full chunks of a prompt: each identifies the whole prefix up to its end."""
@@ -349,10 +354,11 @@ class Namespace:
         )  # fmt: skip
 
     def _put(
-        self, prompt: Prompt, pages: Any, start: Any, part: Any, ttl: float | str | None, attempt: bytes
+        self, prompt: Prompt, pages: Any, start: Any, part: Any, ttl: float | str | None, attempt: bytes, lane: int = 0
     ) -> PutResult:
         puts = [self._check_put(prompt, n, g, pages, start, part) for n, g in enumerate(self.layout.groups)]
         expires, segment_class = self._retention(ttl)
+        segment_class = segment_class._replace(lane=lane)
         if not isinstance(attempt, bytes) or len(attempt) != 8:
             raise ConfigError(f"attempt is {attempt!r}: pass 8 bytes that all ranks of one save share")
         if self._c.declines:

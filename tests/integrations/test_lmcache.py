@@ -6,6 +6,7 @@ import logging
 import random
 import threading
 import time
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -16,9 +17,11 @@ from kvfs.integrations.lmcache import kinds, locks, objects, tasks
 from kvfs.integrations.lmcache.kinds import stored_bytes
 from kvfs.integrations.lmcache.settings import settings_of
 from kvfs.integrations.lmcache.tasks import Task, TaskQueue
+from kvfs.namespace import Namespace
 from kvfs.native import library
 from kvfs.system.files import Files
 from kvfs.testing import EngineContract, Fault, FaultyFiles
+from kvfs.types import PutResult
 from tests.integrations.lmcache_objects import (
     BF16,
     CHUNK,
@@ -301,7 +304,10 @@ class HangingFiles(FaultyFiles):
 
 
 @pytest.mark.parametrize("kind", ["pwritev", "preadv"])
-def test_a_disk_that_hangs_ends_no_task_late_and_touches_no_memory(memory_path: Path, kind: str) -> None:
+def test_a_disk_that_hangs_ends_no_task_late_and_touches_no_memory(
+    memory_path: Path, kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(objects, "PIECE_BYTES", NBYTES)  # several threads store the parts of a task
     keys, pages = some(6)
     patient = open_objects(memory_path / "store")
     assert patient.store(keys[:3], [Memory(page) for page in pages[:3]]).good
@@ -440,6 +446,42 @@ def test_lists_of_different_lengths_are_refused(memory_path: Path) -> None:
     with pytest.raises(ConfigError, match="1 objects for 2 keys"):
         server.objects.submit_store(keys_of(list(range(512))), [Memory(b"x")])
     server.close()
+
+
+def test_parts_of_a_large_store_go_to_lanes_that_no_other_part_uses(
+    memory_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(objects, "PIECE_BYTES", NBYTES)
+    monkeypatch.setattr(objects, "LANES", 3)
+    server, put, used = open_objects(memory_path / "store"), Namespace.put_keys, list[int]()
+    all_there = threading.Barrier(3)
+
+    def noting(space: Namespace, names: Any, pages: Any, *, lane: int, **how: Any) -> PutResult:
+        used.append(lane)
+        if len(used) <= 3:
+            all_there.wait(SECONDS)  # three parts are under way at once
+        return put(space, names, pages, lane=lane, **how)
+
+    monkeypatch.setattr(Namespace, "put_keys", noting)
+    keys, pages = some(6)
+    done = server.store(keys, [Memory(page) for page in pages])
+    assert done.good and done.keys == tuple(keys)
+    assert sorted(used[:3]) == [0, 1, 2] and set(used) == {0, 1, 2}
+    del used[:]
+    more, pages = some(1, seed=2)
+    used += [0, 0, 0]
+    assert server.store(more, [Memory(page) for page in pages]).good
+    assert len(used) == 4 and used[3] in (0, 1, 2), "a lane that has an active segment"
+    server.close()
+
+
+def test_without_a_free_lane_the_first_one_is_shared() -> None:
+    lanes = objects.Lanes()
+    with ExitStack() as stack:
+        held = [stack.enter_context(lanes.one()) for _ in range(objects.LANES + 2)]
+    assert held == [*range(objects.LANES), 0, 0]
+    with lanes.one() as again:
+        assert again == 0
 
 
 def test_pieces_hold_whole_objects(memory_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

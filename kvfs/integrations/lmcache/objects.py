@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import ctypes
 import functools
+import os
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -24,10 +25,12 @@ from kvfs.integrations.lmcache.tasks import Task, TaskQueue
 from kvfs.namespace import Namespace
 from kvfs.pages.chunk_set import members
 from kvfs.store import Store, open_store
+from kvfs.system.thread_pool import Team
 
 GROUP = "opaque"
 PIECE_BYTES = 8 << 20  # copied and stored, or loaded, in one step, unless one object is larger: fits a core's cache
 AT_ONCE_BYTES = 128 << 20  # loaded out of the page cache in one step: 10 to 30 ms, after which a task may end
+LANES = min(4, os.cpu_count() or 1)  # parts of a store task that are stored in parallel
 SLICE_KEYS = 256  # of one match: a load cuts its pieces out of it
 SWEEP_SECONDS = 0.25
 CLOSE_SECONDS = 10.0
@@ -67,7 +70,8 @@ class Objects:
         self.store: Store = open_store(settings.path, capacity=settings.capacity)
         self._kinds = Kinds(self.store, settings)
         self.locks = Locks()
-        self._pieces = Pieces()
+        self._pieces, self._lanes = Pieces(), Lanes()
+        self._team = Team(LANES - 1, "kvfs-put")
         threads = settings.threads
         self.stores = TaskQueue[Stored]("store", threads, settings.store_seconds, events.store)
         self.lookups = TaskQueue[Keys]("lookup", 1, settings.load_seconds, events.lookup)
@@ -126,25 +130,38 @@ class Objects:
         pages = space.prompt(keys=names)
         pages.look()
         have = pages.stored[GROUP] | pages.writing[GROUP]
-        missing = [name for n, name in enumerate(names) if not have >> n & 1]
-        good, new = True, list[int]()
-        for part in _parts(missing, kind.nbytes):
-            with self._pieces.one(len(part) * kind.nbytes) as piece:
-                with task.alive() as alive:
-                    if not alive:
-                        return None
-                    for n, name in enumerate(part):
-                        one, size = piece[n * kind.nbytes : (n + 1) * kind.nbytes], sizes[numbers[name]]
-                        _copy(_bytes(objects[numbers[name]])[:size], one)
-                        one[size:] = bytes(kind.nbytes - size)  # what another object left there is no part of this one
-                done = space.put_keys(part, piece, ttl=self._settings.ttl)
-            if done.stored == len(part):
-                new += [numbers[name] for name in part]
-                continue
-            good &= not done.declined
-            there = space.present_keys(part)
-            new += [numbers[name] for name, yes in zip(part, there, strict=True) if yes]
-        return good, new
+        parts = _parts([name for n, name in enumerate(names) if not have >> n & 1], kind.nbytes)
+
+        def store(share: Iterator[Sequence[bytes]]) -> list[tuple[bool, list[int]] | None]:
+            with self._lanes.one() as lane:
+                return [self._store_part(task, space, kind, numbers, objects, sizes, part, lane) for part in share]
+
+        share = iter(parts)
+        done = [one for some in self._team.each(store, [share] * min(len(parts), LANES)) for one in some]
+        if len(done) < len(parts) or None in done:
+            return None
+        stored = [one for one in done if one is not None]
+        return all(good for good, _ in stored), sorted(n for _, new in stored for n in new)
+
+    def _store_part(
+        self, task: Task[Stored], space: Namespace, kind: Kind, numbers: Mapping[bytes, int], objects: Sequence[Any],
+        sizes: Sequence[int], part: Sequence[bytes], lane: int,
+    ) -> tuple[bool, list[int]] | None:  # fmt: skip
+        """Store the objects of some names; whether all are stored, and which were not before. None: the task has
+        ended."""
+        with self._pieces.one(len(part) * kind.nbytes) as piece:
+            with task.alive() as alive:
+                if not alive:
+                    return None
+                for n, name in enumerate(part):
+                    one, size = piece[n * kind.nbytes : (n + 1) * kind.nbytes], sizes[numbers[name]]
+                    _copy(_bytes(objects[numbers[name]])[:size], one)
+                    one[size:] = bytes(kind.nbytes - size)  # what another object left there is no part of this one
+            done = space.put_keys(part, piece, ttl=self._settings.ttl, lane=lane)
+        if done.stored == len(part):
+            return True, [numbers[name] for name in part]
+        there = space.present_keys(part)
+        return not done.declined, [numbers[name] for name, yes in zip(part, there, strict=True) if yes]
 
     # -- lookup ------------------------------------------------------------------------------
 
@@ -282,6 +299,7 @@ class Objects:
         end = time.monotonic() + CLOSE_SECONDS
         for queue in self._queues:
             queue.close(max(0.0, end - time.monotonic()))
+        self._team.close()
         self._stop.set()
         self._sweeper.join()
         self.locks.clear()
@@ -291,6 +309,26 @@ class Objects:
         while not self._stop.wait(SWEEP_SECONDS):
             for queue in self._queues:
                 queue.sweep()
+
+
+class Lanes:
+    """Write lanes that are free: each has an active segment, so the same ones are used again and again. Thread-safe."""
+
+    def __init__(self) -> None:
+        self._free = list(range(LANES))[::-1]
+
+    @contextmanager
+    def one(self) -> Iterator[int]:
+        """The lane that was used last of those that no thread uses; the first one if there is none."""
+        try:
+            lane = self._free.pop()
+        except IndexError:
+            yield 0
+            return
+        try:
+            yield lane
+        finally:
+            self._free.append(lane)
 
 
 class Pieces:
@@ -368,10 +406,10 @@ def _length(obj: Any) -> int:
     return nbytes
 
 
-def _parts(names: Sequence[bytes], nbytes: int) -> Iterator[Sequence[bytes]]:
+def _parts(names: Sequence[bytes], nbytes: int) -> list[Sequence[bytes]]:
     """Names of objects of ``nbytes`` in parts that fit a piece."""
     step = max(1, PIECE_BYTES // nbytes)
-    return (names[first : first + step] for first in range(0, len(names), step))
+    return [names[first : first + step] for first in range(0, len(names), step)]
 
 
 def _streaks(pages: Sequence[tuple[int, int]], nbytes: int, most: int) -> Iterator[list[tuple[int, int]]]:
