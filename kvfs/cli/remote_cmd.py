@@ -24,7 +24,9 @@ from kvfs.cli.output import shown
 from kvfs.cli.prompts import need_prompt, prompt_options, read_prompt
 
 if TYPE_CHECKING:
+    from kvfs.namespace import Namespace
     from kvfs.remote.upkeep import Removed
+    from kvfs.store import Store
 
 
 @click.command(
@@ -97,9 +99,9 @@ def pull_command(
 ) -> int:
     """Store pages from the bucket of the setting remote.url here.
 
-    NAMESPACE is one of `kvfs remote ls`. Every page is verified before it is published; what does not verify, or does
-    not come, is missing, and the exit code is 3. With --prompt, nothing is listed: the names of its objects follow from
-    its tokens. Trust a bucket as much as the weights of a model: it says what the KV of a prompt is.
+    NAMESPACE is one of `kvfs remote ls`, and so is that of -n. Every page is verified before it is published; what does
+    not verify, or does not come, is missing, and the exit code is 3. With --prompt, no object is listed: their names
+    follow from its tokens. Trust a bucket as much as the weights of a model: it says what the KV of a prompt is.
     """
     need_prompt(prompt, ref, kind, tokenizer)
     if (target is None) == (prompt is None):
@@ -108,7 +110,7 @@ def pull_command(
     tokens = None
     with app.open(write=True, counted=True) as store:
         if ids is not None:
-            namespace = app.namespace(store, ref)
+            namespace = _namespace(app, store, ref)
             done = store.pull(namespace, ids)
             with namespace.match(ids) as match:
                 tokens = match.tokens
@@ -134,6 +136,22 @@ def pull_command(
 
     app.out.result(data, lines, [str(done.stored)])
     return EXIT_PROBLEMS if done.refused or done.failed else 0
+
+
+def _namespace(app: App, store: Store, ref: str | None) -> Namespace:
+    """The namespace of the store that ``ref`` names, else that of the bucket: a new host has none."""
+    from kvfs.catalog.catalog import NotFoundError, identity_of
+    from kvfs.errors import ConfigError
+
+    try:
+        return app.namespace(store, ref)
+    except NotFoundError:
+        with store.bucket() as bucket:
+            if ref is None:
+                raise ConfigError("name a namespace of the bucket with -n: kvfs remote ls shows them") from None
+            bucket.check()  # a name is found in descriptors, which may be encrypted
+            described = bucket.find(ref)
+        return store.namespace(**identity_of(described, os.environ.get("KVFS_SALT", "")))
 
 
 @click.group(

@@ -60,6 +60,25 @@ def test_an_empty_name_is_answered_with_the_names_that_there_are(store: Path, ar
     assert done.returncode == 1 and " '' in this store; it has: " in done.stderr, done.stderr
 
 
+def test_a_new_host_pulls_a_prompt_of_a_namespace_that_only_the_bucket_has(store: Path, tmp_path: Path) -> None:
+    bucket, host, prompt = tmp_path / "bucket", tmp_path / "host", tmp_path / "prompt.ids"
+    bucket.mkdir()
+    prompt.write_text(" ".join(map(str, tokens_of(1, 10))))
+    assert called("-C", str(host), "init", "--capacity", "64MiB").returncode == 0
+    for path in (store, host):
+        assert called("-C", str(path), "config", "set", "remote.url", f"file://{bucket}").returncode == 0
+    pull = ["-C", str(host), "pull", "--prompt", str(prompt)]
+    done = called(*pull, "-n", "alpha")
+    assert done.returncode == 2 and "kvfs push stores some" in done.stderr, done.stderr
+    assert called("-C", str(store), "push", "alpha").returncode == 0
+    done = called(*pull)
+    assert done.returncode == 2 and "name a namespace of the bucket with -n: kvfs remote ls" in done.stderr, done.stderr
+    done = called(*pull, "-n", "beta")
+    assert done.returncode == 1 and f"in file://{bucket}; it has: alpha" in done.stderr, done.stderr
+    done = called(*pull, "-n", "alpha")
+    assert done.returncode == 0 and "160 of 160 tokens are stored here now" in done.stdout, done.stderr
+
+
 @pytest.mark.parametrize("mode", ["memory", "staging"])
 def test_a_mode_that_a_file_system_lacks_names_a_setting_only_where_there_is_a_store(
     mode: str, store_path: Path, monkeypatch: pytest.MonkeyPatch
