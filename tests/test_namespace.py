@@ -171,6 +171,23 @@ def test_opaque_keys_come_back_by_key(shared: kvfs.Store) -> None:
         ns.match([1] * T)
 
 
+def test_puts_of_two_lanes_append_to_two_segments(store_path: Path) -> None:
+    with kvfs.open(store_path, capacity="64MiB") as store:
+        ns = store.namespace("opaque", PageLayout.opaque(4096, T), revision="r1")
+        keys, pages = [b"%d" % n for n in range(4)], seeded(8, 4 * 4096)
+        for n, lane in enumerate((0, 7, 0, 7)):
+            assert ns.put_keys(keys[n : n + 1], pages[4096 * n : 4096 * (n + 1)], lane=lane).stored == 1
+        assert ns.put_keys(keys, pages, lane=3) == (0, 4, 0, 0, ""), "what one lane has stored, others skip"
+        files = [file.read_bytes() for file in segment_files(store_path)]
+        having = [{n for n in range(4) if pages[4096 * n : 4096 * (n + 1)] in data} for data in files]
+        assert sorted(sorted(one) for one in having if one) == [[0, 2], [1, 3]]
+        with ns.match_keys(keys) as match:
+            assert load(ns, match)["opaque"] == pages
+        for lane in (-1, 8, True, "0", None):
+            with pytest.raises(ConfigError, match="lane is"):
+                ns.put_keys(keys, pages, lane=lane)  # type: ignore[arg-type]
+
+
 def test_keys_name_pages_of_kv_too_and_never_those_of_tokens(ns: kvfs.Namespace) -> None:
     tokens, pages = fill(ns, 1, 2)
     names = ns.chunk_hashes(tokens)

@@ -380,7 +380,7 @@ MUTATIONS = (
     ),
     Mutation(
         "pad objects of LMCache with what another one had", "kvfs/integrations/lmcache/objects.py",
-        "                        one[size:] = bytes(kind.nbytes - size)", "                        pass",
+        "                    one[size:] = bytes(kind.nbytes - size)", "                    pass",
         ("tests/integrations/test_lmcache.py",),
     ),
     Mutation(
