@@ -83,10 +83,17 @@ class Directory:
         folder = self._fds.get(name)
         if folder is None:
             fd = self.root
+            parent: Descriptor | None
             for step in name.split("/"):
-                folder = Descriptor.open(self.files, step, os.O_RDONLY | os.O_DIRECTORY, dir_fd=fd)
-                fd, parent = folder.fd, folder  # the parent is closed once its child is open
-            folder = self._fds.setdefault(name, parent)  # another thread may have been first, and uses its own
+                parent = folder
+                try:
+                    folder = Descriptor.open(self.files, step, os.O_RDONLY | os.O_DIRECTORY, dir_fd=fd)
+                finally:
+                    if parent is not None:
+                        parent.close()
+                fd = folder.fd
+            assert folder is not None
+            folder = self._fds.setdefault(name, folder)  # another thread may have been first, and uses its own
         return folder.fd
 
     def close(self) -> None:

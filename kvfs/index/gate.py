@@ -39,7 +39,11 @@ class Gate:
     def _fd(self, name: str) -> int:
         if name not in self._fds:
             file = Descriptor.open(self._files, name, self._flags, dir_fd=self._root)
-            self._inodes[name] = self._files.fstat(file.fd).st_ino
+            try:
+                self._inodes[name] = self._files.fstat(file.fd).st_ino
+            except OSError:
+                file.close()
+                raise
             self._fds[name] = file
         return self._fds[name].fd
 

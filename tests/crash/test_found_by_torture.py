@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import gc
 import os
 import resource
 import subprocess
@@ -135,14 +136,19 @@ def test_an_open_that_fails_leaves_nothing_behind(tmp_path: Path) -> None:
     """Descriptors, threads and locks of a partly opened store stayed until the process ended."""
     path = tmp_path / "store"
     open_store(path).close()
-    for nth in range(1, 60):
-        files = FaultyFiles(Fault(nth, error=errno.EIO))
-        try:
-            open_store(path, files).close()
-        except OSError:
-            pytest.fail(f"call {nth}: a bare OSError came out of open")
-        except Exception as exc:
-            assert str(path) in str(exc)
+    gc.disable()  # or a collection closes what nobody did
+    try:
+        for nth in range(1, 60):
+            files = FaultyFiles(Fault(nth, error=errno.EIO))
+            try:
+                open_store(path, files).close()
+            except OSError:
+                pytest.fail(f"call {nth}: a bare OSError came out of open")
+            except Exception as exc:
+                assert str(path) in str(exc)
+            assert not open_below(path), f"call {nth}"
+    finally:
+        gc.enable()
     assert not open_below(path)
     assert locks_left(path) == []
 

@@ -6,6 +6,7 @@ import errno
 import fcntl
 import os
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -125,13 +126,7 @@ def small(memory_path: Path) -> Iterator[kvfs.Store]:
 
 def put(store: kvfs.Store, name: str, seed: int, lane: int = 0) -> kvfs.PutResult:
     ns = store.namespace(name, LAYOUT, revision="r1")
-    retention = ns._retention
-
-    def in_lane(ttl: Any) -> Any:
-        expires, segment_class = retention(ttl)
-        return expires, segment_class._replace(lane=lane)
-
-    ns._retention = in_lane  # type: ignore[method-assign]
+    ns._put = partial(ns._put, lane=lane)  # type: ignore[method-assign]
     return ns.put(tokens_of(seed, 4), PAGES)
 
 
