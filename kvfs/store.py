@@ -32,7 +32,7 @@ from kvfs.pages.identity import Described, Identity
 from kvfs.pages.layout import PageLayout
 from kvfs.runtime import registry
 from kvfs.runtime.open_store import OpenOptions, OpenStore
-from kvfs.system.files import Files, check_output
+from kvfs.system.files import Files
 from kvfs.types import ExtraKeys, PurgeResult, StoreStats, TokensLike, Verify
 from kvfs.version import FORMAT
 
@@ -440,7 +440,7 @@ class Store:
 
         self._check_open()
         c = self._shared.c
-        check_output(path)
+        root.check_output(path)
         with root.translate_os_errors(path), contextlib.ExitStack() as held:
             matches = [held.enter_context(self.match_prefix(ref)) for ref in prefixes]
             chosen = exporter.choose(
@@ -459,14 +459,18 @@ class Store:
         return matcher.match(Prompt(described.digest, hashes), [g.full for g in described.layout.groups])
 
     def export_tensors(
-        self, path: str, match: PrefixMatch, token_ids: Sequence[int] | None = None,
+        self, path: str, match: PrefixMatch, token_ids: TokensLike | None = None,
         progress: Callable[[int, int], None] = lambda done, total: None,
     ) -> Written:  # fmt: skip
-        """Write the pages of a match as a safetensors file, which replaces the file at ``path``."""
+        """Write the pages of a match as a safetensors file, which replaces the file at ``path``.
+
+        ``token_ids``: those of the match or more, for the file's metadata; they are not compared with its hashes.
+        ConfigError for fewer, and for a path inside a store.
+        """
         from kvfs.bundles import safetensors_file
 
         described = self._described(match)
-        check_output(path)
+        root.check_output(path)
         with root.translate_os_errors(path):
             return safetensors_file.write(self._shared.c, described, match, path, token_ids, progress)
 

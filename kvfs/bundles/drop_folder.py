@@ -33,7 +33,7 @@ from typing import NamedTuple
 from kvfs.bundles.exporter import BundleError, TooLargeError, UnsignedError
 from kvfs.bundles.importer import Importer, Pace
 from kvfs.context import Context
-from kvfs.directory.root import Directory
+from kvfs.directory.root import DROP_FOLDER, Directory
 from kvfs.errors import KvfsError
 from kvfs.index import ledger
 from kvfs.index.ledger import StaleWriterError
@@ -41,7 +41,7 @@ from kvfs.system.descriptors import Descriptor, opened
 from kvfs.write.active_segments import ActiveSegments, Declined
 
 log = logging.getLogger("kvfs")
-FOLDER, REFUSED, REASON = "import", "refused", ".reason"
+REFUSED, REASON = "refused", ".reason"
 IN_TRANSIT = (".tmp", ".part", ".partial", "~")  # endings of names of files that are still being written
 NAMES_MAX = 256  # names of the folder that are examined
 NAMES_LOGGED = 8  # namespaces of a bundle in one line of the log
@@ -119,7 +119,7 @@ class DropFolder:
     # -- which -------------------------------------------------------------------------------
 
     def _lock(self) -> Descriptor | None:
-        folder = Descriptor.open(self._files, FOLDER, os.O_RDONLY | os.O_DIRECTORY, dir_fd=self._c.directory.root)
+        folder = Descriptor.open(self._files, DROP_FOLDER, os.O_RDONLY | os.O_DIRECTORY, dir_fd=self._c.directory.root)
         if self._files.flock(folder.fd, fcntl.LOCK_EX):
             return folder
         folder.close()
@@ -127,7 +127,7 @@ class DropFolder:
 
     def _ready(self) -> list[str]:
         """Names that can be adopted now."""
-        now, folder = self._files.monotonic(), self._c.directory.sub(FOLDER)
+        now, folder = self._files.monotonic(), self._c.directory.sub(DROP_FOLDER)
         before, self._known = self._known, {}
         names = [n for n in self._files.listdir(folder) if not n.startswith(".") and not n.endswith(IN_TRANSIT)]
         for name in sorted(names)[:NAMES_MAX]:
@@ -154,7 +154,7 @@ class DropFolder:
 
     def _work(self, lock: Descriptor) -> None:
         try:
-            folder = self._c.directory.sub(FOLDER)
+            folder = self._c.directory.sub(DROP_FOLDER)
             for name in [n for n in self._files.listdir(folder) if n.startswith(ADOPTED)]:
                 self._show(folder, name, "")  # the process that hid it was killed; it may not have been read yet
             while not self._stopping.is_set() and (ready := self._ready()):
@@ -169,7 +169,7 @@ class DropFolder:
 
     def _adopt(self, name: str) -> None:
         """Import one file, refuse it, or leave it for later."""
-        seen, folder = self._known[name], self._c.directory.sub(FOLDER)
+        seen, folder = self._known[name], self._c.directory.sub(DROP_FOLDER)
         try:
             file = Descriptor.open(self._files, name, os.O_RDONLY, dir_fd=folder)
         except FileNotFoundError:
@@ -242,7 +242,7 @@ class DropFolder:
     def _remove_adopted(self, name: str, version: tuple[int, ...]) -> None:
         """Remove an adopted file, but not one that has replaced it meanwhile: it is hidden first, so that no other
         process can replace it."""
-        folder, hidden = self._c.directory.sub(FOLDER), f"{ADOPTED}{self._files.random(8).hex()}"
+        folder, hidden = self._c.directory.sub(DROP_FOLDER), f"{ADOPTED}{self._files.random(8).hex()}"
         if _version(self._files.stat(name, dir_fd=folder)) != version:
             return
         self._files.rename(name, hidden, src_dir_fd=folder, dst_dir_fd=folder)
@@ -294,7 +294,7 @@ class DropFolder:
         self._known[name] = self._known[name]._replace(left=True)
 
     def _where(self) -> str:
-        return f"{self._c.directory.path}/{FOLDER}"
+        return f"{self._c.directory.path}/{DROP_FOLDER}"
 
     # -- refusing ----------------------------------------------------------------------------
 
@@ -302,7 +302,7 @@ class DropFolder:
         self._c.counters.add("bundles_refused")
         log.warning("%s/%r is refused: %s", self._where(), name, why)
         self._renamed.discard(name)
-        folder, aside = self._c.directory.sub(FOLDER), _aside(name)
+        folder, aside = self._c.directory.sub(DROP_FOLDER), _aside(name)
         try:
             with contextlib.closing(self._refused()) as refused:
                 st = self._files.stat(name, dir_fd=folder)
@@ -311,7 +311,9 @@ class DropFolder:
                     <= self._c.settings.capacity_bytes // REFUSED_SHARE
                 )
                 stays = (
-                    "" if fits else f" (it stays in {FOLDER}/, too large for {REFUSED}/: change it, or drop it again)"
+                    ""
+                    if fits
+                    else f" (it stays in {DROP_FOLDER}/, too large for {REFUSED}/: change it, or drop it again)"
                 )
                 self._write_reason(refused.fd, aside, f"{name!r}: {why}{stays}\n")
                 if fits:
@@ -341,7 +343,7 @@ class DropFolder:
                 self._remove(refused.fd, {_aside(name) + REASON})
 
     def _refused(self, *, make: bool = True) -> Descriptor:
-        folder = self._c.directory.sub(FOLDER)
+        folder = self._c.directory.sub(DROP_FOLDER)
         with contextlib.suppress(FileExistsError):
             if make:
                 self._files.mkdir(REFUSED, self._c.directory.dir_mode, dir_fd=folder)
@@ -382,7 +384,7 @@ class DropFolder:
 
 def waiting(directory: Directory) -> tuple[list[str], list[str]]:
     """(names of files that wait, names of files that were refused); the files are not checked."""
-    folder, files = directory.sub(FOLDER), directory.files
+    folder, files = directory.sub(DROP_FOLDER), directory.files
     names = [n for n in files.listdir(folder) if n != REFUSED]
     refused: list[str] = []
     with contextlib.suppress(OSError), opened(files, REFUSED, os.O_RDONLY | os.O_DIRECTORY, dir_fd=folder) as fd:

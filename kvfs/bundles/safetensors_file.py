@@ -24,13 +24,14 @@ from typing import Any, NamedTuple
 from kvfs.context import Context
 from kvfs.errors import ConfigError, KvfsError
 from kvfs.lookup.prefix_match import GroupMatch, PrefixMatch
+from kvfs.pages import chunk_hash
 from kvfs.pages.device_kv import DeviceKV, KVBuffer
 from kvfs.pages.host_copy import scatter
 from kvfs.pages.identity import Described
 from kvfs.pages.layout import Cell, Group
 from kvfs.read.reader import Reader
 from kvfs.system.memory_views import address_of
-from kvfs.types import Verify
+from kvfs.types import TokensLike, Verify
 from kvfs.version import __version__
 
 BATCH_BYTES = 8 << 20  # of pages in memory at once, or one page
@@ -113,7 +114,7 @@ def components(cell: Cell) -> list[TensorSlice]:
 
 def write(
     context: Context, described: Described, match: PrefixMatch, path: str,
-    token_ids: Sequence[int] | None, progress: Callable[[int, int], None],
+    token_ids: TokensLike | None, progress: Callable[[int, int], None],
 ) -> Written:  # fmt: skip
     """Write the pages of a match; ``progress``: (bytes done, all bytes). UnverifiedError, ConfigError; raises OSError
     unchanged."""
@@ -138,7 +139,7 @@ class TensorFile:
     """The file of a match before it is written: ``nbytes`` is its exact size. ConfigError for a match of a part."""
 
     def __init__(
-        self, context: Context, described: Described, match: PrefixMatch, token_ids: Sequence[int] | None = None
+        self, context: Context, described: Described, match: PrefixMatch, token_ids: TokensLike | None = None
     ) -> None:
         self._c, self._match, self._groups = context, match, described.layout.groups
         for gm in match.groups:
@@ -197,9 +198,7 @@ def _tensors(groups: Sequence[Group], match: PrefixMatch) -> Iterator[Tensor]:
         yield tensor
 
 
-def _header(
-    described: Described, match: PrefixMatch, tensors: Sequence[Tensor], token_ids: Sequence[int] | None
-) -> bytes:
+def _header(described: Described, match: PrefixMatch, tensors: Sequence[Tensor], token_ids: TokensLike | None) -> bytes:
     """The length and the JSON of a header. By the rules of the format metadata are strings: structures are JSON."""
     about: dict[str, Any] = {
         "kvfs": __version__,
@@ -213,7 +212,7 @@ def _header(
         "chunk_hashes": json.dumps(_hashes(match)),
     }
     if token_ids is not None:
-        about["tokens"] = json.dumps([int(t) for t in token_ids[: match.tokens]], separators=(",", ":"))
+        about["tokens"] = json.dumps(_tokens(match, token_ids), separators=(",", ":"))
     body: dict[str, Any] = {"__metadata__": about}
     for t in tensors:
         body[t.name] = {"dtype": t.component.dtype, "shape": t.shape, "data_offsets": [t.offset, t.offset + t.nbytes]}
@@ -222,6 +221,15 @@ def _header(
     if len(text) > HEADER_BYTES_MAX:
         raise ConfigError(f"the header has {len(text)} bytes, at most {HEADER_BYTES_MAX} are read: shorten the prompt")
     return struct.pack("<Q", len(text)) + text
+
+
+def _tokens(match: PrefixMatch, token_ids: TokensLike) -> list[int]:
+    """The ids of the match's tokens. ConfigError for what is not token ids, or too few."""
+    tokens = chunk_hash.token_bytes(token_ids)
+    count = len(tokens) // chunk_hash.TOKEN_BYTES
+    if count < match.tokens:
+        raise ConfigError(f"token_ids has {count} of the match's {match.tokens} tokens: pass the whole prompt")
+    return list(struct.unpack_from(f"<{match.tokens}I", tokens))
 
 
 def _text(value: Any) -> str:

@@ -12,9 +12,11 @@ import json
 import os
 import stat
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 from kvfs.errors import (
+    ConfigError,
     CorruptError,
     FormatError,
     NoSpaceError,
@@ -27,7 +29,8 @@ from kvfs.system.descriptors import Descriptor
 from kvfs.system.files import Files
 from kvfs.version import FORMAT
 
-SUBDIRECTORIES = ("index", "segments", "doomed", "run", "run/use", "pins", "import", "quarantine", "purged")
+DROP_FOLDER = "import"  # bundles that are put there are imported
+SUBDIRECTORIES = ("index", "segments", "doomed", "run", "run/use", "pins", DROP_FOLDER, "quarantine", "purged")
 #: Added after format 1: a store of an earlier version lacks them until it is opened for writing.
 OPTIONAL_SUBDIRECTORIES = frozenset({"purged"})
 SUPER_BYTES_MAX = 16 * 1024  # larger: not a super file
@@ -307,6 +310,26 @@ def is_store(path: str) -> bool:
         except (FileNotFoundError, NotADirectoryError):
             return False
     return True
+
+
+def check_output(path: str) -> None:
+    """ConfigError unless a rename may put a file at ``path``: it replaces a device, a link, a file of a store, too."""
+    folder = os.path.dirname(path) or "."
+    if not os.path.isdir(folder):
+        raise ConfigError(f"{path}: there is no directory {folder}")
+    if os.path.lexists(path) and not stat.S_ISREG(os.lstat(path).st_mode):
+        kind = "a directory" if os.path.isdir(path) else "no regular file"
+        raise ConfigError(f"{path} is {kind}: name a file, which is replaced by a rename")
+    place = Path(folder).resolve()
+    store = next((p for p in (place, *place.parents) if _holds_store(p)), None)
+    if store is not None and place != store / DROP_FOLDER:
+        raise ConfigError(f"{path} is inside the store {store}: name a file elsewhere")
+
+
+def _holds_store(path: Path) -> bool:
+    """Whether a directory looks like a store, also like one that has lost its super file or its settings."""
+    names = [os.path.lexists(path / name) for name in ("segments", "super", "kvfs.toml")]
+    return names[0] and any(names[1:])
 
 
 @contextlib.contextmanager

@@ -17,7 +17,7 @@ import threading
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
-from kvfs.directory.root import Directory
+from kvfs.directory.root import DROP_FOLDER, Directory
 from kvfs.system.descriptors import Descriptor
 
 log = logging.getLogger("kvfs")
@@ -88,7 +88,7 @@ class Watch:
             (HOLDS, self._directory.sub("segments"), flags.IN_DELETE | flags.IN_MOVED_FROM),
         ]
         if self._adopts:
-            folders.append((DROPS, self._directory.sub("import"), arrivals))
+            folders.append((DROPS, self._directory.sub(DROP_FOLDER), arrivals))
         tasks: dict[int, str] = {}
         for task, folder, mask in folders:
             # the directory that is open, even if its path has changed

@@ -14,11 +14,11 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from kvfs.directory import config
-from kvfs.directory.root import Directory, translate_os_errors
+from kvfs.directory.root import Directory, check_output, translate_os_errors
 from kvfs.directory.shared_counters import SharedCounters
 from kvfs.doctor.findings import Finding
 from kvfs.errors import ConfigError
-from kvfs.system.files import Files, check_output
+from kvfs.system.files import Files
 
 PACKAGES = (
     "kvfs", "click", "lmdb", "tomlkit", "watchdog", "xxhash", "zstandard", "torch", "triton", "transformers", "vllm",

@@ -22,7 +22,6 @@ import time
 from collections.abc import Sequence
 from typing import Any, TypeAlias
 
-from kvfs.errors import ConfigError
 from kvfs.system.memory_views import address_of_readonly
 
 IOV_MAX = 1024  # buffers of one pwritev: the kernel's limit
@@ -362,16 +361,6 @@ def boot_id(files: Files) -> str:
         return os.read(fd, 64).decode("ascii").strip()
     finally:
         os.close(fd)
-
-
-def check_output(path: str) -> None:
-    """ConfigError unless a rename may put a file at ``path``: a rename replaces a device or a link, too."""
-    folder = os.path.dirname(path) or "."
-    if not os.path.isdir(folder):
-        raise ConfigError(f"{path}: there is no directory {folder}")
-    if os.path.lexists(path) and not stat.S_ISREG(os.lstat(path).st_mode):
-        kind = "a directory" if os.path.isdir(path) else "no regular file"
-        raise ConfigError(f"{path} is {kind}: name a file, which is replaced by a rename")
 
 
 def pack_u64(values: Sequence[int]) -> bytes:

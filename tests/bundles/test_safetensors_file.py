@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import stat
 import struct
+from array import array
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -162,6 +164,33 @@ def test_a_rank_s_match_is_not_written_as_whole_pages(store: kvfs.Store, tmp_pat
         with pytest.raises(ConfigError, match="without part="):
             store.export_tensors(str(tmp_path / "t"), match)
     assert not list(tmp_path.glob("t*"))
+
+
+@pytest.mark.parametrize(
+    ("token_ids", "says"),
+    [
+        ([1, 2], "has 2 of the match's 80 tokens"),
+        ("a text", "is str"),
+        ([0.5] * 80, "not an integer"),
+        ([-1] * 80, "negative"),
+    ],
+)
+def test_metadata_never_hold_ids_of_another_length_or_kind(
+    store: kvfs.Store, tmp_path: Path, token_ids: Any, says: str
+) -> None:
+    ns = store.namespace("m", tiny(), "r1")
+    ns.put(tokens_of(1, 5), seeded(1, 5 * TINY_BYTES))
+    with ns.match(tokens_of(1, 5)) as match, pytest.raises(ConfigError, match=re.escape(says)):
+        store.export_tensors(str(tmp_path / "t"), match, token_ids)
+    assert not list(tmp_path.glob("t*"))
+
+
+def test_ids_may_be_an_array(store: kvfs.Store, tmp_path: Path) -> None:
+    ns = store.namespace("m", tiny(), "r1")
+    ns.put(tokens_of(1, 5), seeded(1, 5 * TINY_BYTES))
+    with ns.match(tokens_of(1, 5)) as match:
+        store.export_tensors(str(tmp_path / "t"), match, array("q", tokens_of(1, 5)))
+    assert json.loads(read(tmp_path / "t")[1]["tokens"]) == tokens_of(1, 5)
 
 
 def test_a_prefix_by_its_id(store: kvfs.Store, tmp_path: Path) -> None:

@@ -562,6 +562,16 @@ def test_an_export_replaces_only_files(store: Path, tmp_path: Path) -> None:
         assert done.returncode == 2 and name.partition("/")[0] in done.stderr, done.stderr
     assert sorted(p.name for p in tmp_path.iterdir() if p.name != store.name) == ["folder", "link", "pipe"]
     assert (tmp_path / "pipe").is_fifo() and (tmp_path / "link").is_symlink()
+    inside = [store / name for name in ("super", "kvfs.toml", "segments/new", "index/CURRENT", "run/use/new")]
+    before = {path: path.read_bytes() for path in inside if path.exists()}
+    assert len(before) == 3
+    (tmp_path / "way").symlink_to(store, target_is_directory=True)
+    for path in (*inside, tmp_path / "way" / "super"):
+        done = called("-C", str(store), "export", str(path), "alpha", "--force")
+        assert done.returncode == 2 and f"is inside the store {store}" in done.stderr, done.stderr
+    assert {path: path.read_bytes() for path in inside if path.exists()} == before
+    done = called("-C", str(store), "export", str(store / "import" / "b.tar"), "alpha")
+    assert done.returncode == 0, done.stderr  # the drop folder: this store, or another one, imports it
     done = called("-C", str(store), "export", "-", "alpha")
     assert done.returncode == 2 and "name a file" in done.stderr
     for name in ("folder", "pipe"):
