@@ -12,7 +12,6 @@ import json
 import os
 import stat
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 from kvfs.errors import (
@@ -320,15 +319,16 @@ def check_output(path: str) -> None:
     if os.path.lexists(path) and not stat.S_ISREG(os.lstat(path).st_mode):
         kind = "a directory" if os.path.isdir(path) else "no regular file"
         raise ConfigError(f"{path} is {kind}: name a file, which is replaced by a rename")
-    place = Path(folder).resolve()
-    store = next((p for p in (place, *place.parents) if _holds_store(p)), None)
-    if store is not None and place != store / DROP_FOLDER:
-        raise ConfigError(f"{path} is inside the store {store}: name a file elsewhere")
+    above = place = os.path.realpath(folder)
+    while not _holds_store(above) and above != os.path.dirname(above):
+        above = os.path.dirname(above)
+    if _holds_store(above) and place != os.path.join(above, DROP_FOLDER):
+        raise ConfigError(f"{path} is inside the store {above}: name a file elsewhere")
 
 
-def _holds_store(path: Path) -> bool:
+def _holds_store(path: str) -> bool:
     """Whether a directory looks like a store, also like one that has lost its super file or its settings."""
-    names = [os.path.lexists(path / name) for name in ("segments", "super", "kvfs.toml")]
+    names = [os.path.lexists(os.path.join(path, name)) for name in ("segments", "super", "kvfs.toml")]
     return names[0] and any(names[1:])
 
 
