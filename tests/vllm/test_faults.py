@@ -153,19 +153,19 @@ def test_churn_within_a_tenth_of_the_working_set(model: Models, tmp_path: Path) 
     prompts = [[random.Random(f"churn {n} {i}").randrange(5, 1000) for i in range(200)] for n in range(600)]
     with Engine(model("llama"), store, extra={"capacity": "16MiB"}) as engine:
         answers = {n: engine.generate(prompts[n], max_tokens=2)[0][1] for n in range(20)}
-        for first in range(20, 100, 20):
+        usages = []
+        for first in range(20, 600, 20):
             engine.generate(*prompts[first : first + 20], max_tokens=2)
-        before = engine.ask("usage")
-        for first in range(100, 600, 20):
-            engine.generate(*prompts[first : first + 20], max_tokens=2)
-            used = allocated_bytes(store)
-            assert used <= 16 << 20
+            usages.append(engine.ask("usage"))
+            assert allocated_bytes(store) <= 16 << 20
         for n in range(20):
             assert engine.generate(prompts[n], max_tokens=2)[0][1] == answers[n]
-        after = engine.ask("usage")
+        usages.append(engine.ask("usage"))
         end = time.monotonic() + 60
         while engine.generate(prompts[19], max_tokens=2)[0][0] == 0 and time.monotonic() < end:
             time.sleep(0.1)  # the disk may be far behind an engine of this size
         for n in range(15, 5, -1):  # the newest but five, of about forty that fit
             assert engine.generate(prompts[n], max_tokens=2)[0] == (192, answers[n]), n
-    assert after["fds"] <= before["fds"] + 8 and after["rss"] <= before["rss"] + (64 << 20), (before, after)
+    for what, more in (("fds", 8), ("rss", 64 << 20)):  # how many segments are open varies, but not with the requests
+        used = [usage[what] for usage in usages]
+        assert max(used[15:]) <= max(used[:15]) + more, used
