@@ -133,26 +133,27 @@ class PageAppender:
         self._active = active
         self._space_seconds = space_seconds
         self.report = report
+        self.leading = 0  # of the pages given to the last ``store``: these are stored and counted, also if it failed
 
     def store(self, pages: Sequence[Page], at_us: int, head_of: Callable[[Page], bytes]) -> None:
         """Store pages of one namespace, group, part and expiry. ``head_of``: the chunk hash that keys a page's row.
 
         A lookup always reads the row of a run's first chunk, and a chunk's own row where that run lacks the chunk.
-        NoSpaceError, IndexUnavailableError; raises OSError unchanged.
+        NoSpaceError, IndexUnavailableError; StoreAccessError or StoreReadOnlyError if the disk fails.
         """
         digest, group, part = pages[0].described.digest, pages[0].group, pages[0].part
         opaque = pages[0].described.layout.kind == "opaque"
         key = partial(_row_key, digest, group.name, part.pack())
         records = [((p.entry.chunk_hash, 0) if opaque else (head_of(p), p.entry.chunk % RUN), p) for p in pages]
+        self.leading = 0
         missing = self._c.index.read(lambda s: _missing(s, key, records), COMMIT_SECONDS)
-        self.report.skipped += len(records) - len(missing)
         segment_class = self._class(pages[0].described, pages[0].entry.expires)
         wait = RoomWait(self._space_seconds)
         try:
             with translate_os_errors(self._c.directory.path), self._active.class_locks.acquire_within(segment_class):
                 while missing:
                     try:
-                        done = self._append(segment_class, missing, key, at_us, wait)
+                        done = self._append(segment_class, [records[i] for i in missing], key, at_us, wait)
                     except ledger.StaleWriterError:
                         self._active.close_for_appends(segment_class)
                         raise IndexUnavailableError(
@@ -161,11 +162,18 @@ class PageAppender:
                     except OSError:  # a segment that stays active without a writer would be charged permanently
                         self._active.close_for_appends(segment_class)
                         raise
+                    self._count_until(missing[done - 1] + 1, done)
                     missing = missing[done:]
         except Declined as exc:
             raise NoSpaceError(
                 f"no room for more ({exc.reason}): {self.report.stored} pages are imported; raise the capacity"
             ) from None
+        self._count_until(len(records), 0)
+
+    def _count_until(self, leading: int, appended: int) -> None:
+        """Pages before number ``leading`` are stored; all further ones but ``appended`` were so before."""
+        self.report.skipped += leading - self.leading - appended
+        self.leading = leading
 
     def _class(self, described: Described, expires: int) -> SegmentClass:
         quotas = self._c.settings.quotas
@@ -245,11 +253,11 @@ class PageAppender:
 _Placed: TypeAlias = tuple[tuple[bytes, int], Page]
 
 
-def _missing(session: Session, key: Callable[[bytes], bytes], records: list[_Placed]) -> list[_Placed]:
-    """Records whose pages are not stored where a lookup finds them."""
+def _missing(session: Session, key: Callable[[bytes], bytes], records: list[_Placed]) -> list[int]:
+    """Numbers of the records whose pages are not stored where a lookup finds them."""
     rows: dict[bytes, dict[int, Place]] = {}
     missing = []
-    for (head, slot), page in records:
+    for number, ((head, slot), page) in enumerate(records):
         for first in (head, page.entry.chunk_hash):
             if first not in rows:
                 rows[first] = load(session, key(first))
@@ -257,7 +265,7 @@ def _missing(session: Session, key: Callable[[bytes], bytes], records: list[_Pla
             if old is not None and old.chunk_hash == page.entry.chunk_hash and is_live(session, old):
                 break
         else:
-            missing.append(((head, slot), page))
+            missing.append(number)
     return missing
 
 

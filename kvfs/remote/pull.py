@@ -21,7 +21,7 @@ from kvfs.bundles.incoming import Page, PageAppender
 from kvfs.catalog.catalog import Catalog
 from kvfs.catalog.walk import Walk
 from kvfs.context import Context
-from kvfs.errors import IndexUnavailableError, NoSpaceError
+from kvfs.errors import IndexUnavailableError, NoSpaceError, StoreAccessError, StoreReadOnlyError
 from kvfs.index.ledger import page_limit
 from kvfs.index.rows import RUN
 from kvfs.lookup.matcher import Matcher
@@ -45,6 +45,8 @@ HEADS = 256  # objects of a namespace of which is asked at once whether they are
 PROBES = 8  # objects of a prompt that are asked for at once, to learn how far the bucket goes
 ROOM_BYTES_MIN = 4 << 20  # of an object that comes into a room; memory for smaller ones is no matter
 PROBLEMS_MAX = 20  # lines of a report
+#: What ``PageAppender.store`` raises if it cannot store: no room, no answer of the index, or a disk that fails.
+STORE_ERRORS = (OSError, NoSpaceError, IndexUnavailableError, StoreAccessError, StoreReadOnlyError)
 
 
 @dataclass
@@ -386,16 +388,15 @@ class Puller:
             self._woken.wait(WAKE_SECONDS)
             self._woken.clear()
             for request in coming:
-                if coming[0].came.done() or self._early_appender is None:
+                if coming[0].came.done() or (appender := self._early_appender) is None:
                     break
                 found = request.early.pages[request.stored :] if request.early is not None else ()
                 if agreed := early(request.wanted, request.stored, found):
                     try:
-                        self._early_appender.store(agreed, self._c.files.now_us(), head_of)
-                    except (OSError, NoSpaceError, IndexUnavailableError):
+                        appender.store(agreed, self._c.files.now_us(), head_of)
+                    except STORE_ERRORS:
                         self._early_appender = None  # the one that waits meets it again, and counts it
-                    else:
-                        request.stored += len(agreed)
+                    request.stored += appender.leading
 
     def _most(self, shapes: Sequence[Shape]) -> int:
         """How many leading objects of these shapes may be on their way or in memory: as many may wait to be stored as
@@ -469,7 +470,7 @@ class Puller:
             return True
         try:
             self._appender.store(pages, self._c.files.now_us(), head_of)
-        except (OSError, NoSpaceError, IndexUnavailableError) as exc:
+        except STORE_ERRORS as exc:
             self._fail(str(exc))
             return False
         return True

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import random
 import threading
 from collections.abc import Callable
@@ -208,6 +209,48 @@ def test_without_room_for_early_pages_they_are_stored_when_their_object_has_come
     done = there.pull(ns, tokens_of(1, CHUNKS))
     assert refused.is_set()
     assert (done.stored, done.failed, done.problems) == (CHUNKS, 0, []), "what the other appender met is not counted"
+    assert restored(ns, tokens_of(1, CHUNKS)) == data
+
+
+def test_an_early_store_that_fails_midway_counts_each_page_once(
+    data: bytes, there: kvfs.Store, half_way: Callable[[Callable[[], object]], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    append, partly, failed = PageAppender._append, threading.Event(), threading.Event()
+
+    def fail_midway(appender: PageAppender, segment_class: Any, records: list[Any], *args: Any) -> int:
+        if appender._space_seconds:
+            return append(appender, segment_class, records, *args)
+        if partly.is_set():
+            failed.set()
+            raise OSError(errno.ENOSPC, "full")
+        if len(records) > 4:
+            partly.set()
+        return append(appender, segment_class, records[:4], *args)
+
+    monkeypatch.setattr(PageAppender, "_append", fail_midway)
+    half_way(lambda: failed.wait(10.0))
+    ns = there.namespace("chat", tiny(), "1a")
+    ns.put(tokens_of(1, 3), data[: 3 * TINY_BYTES])
+    done = there.pull(ns, tokens_of(1, CHUNKS))
+    assert failed.is_set()
+    assert (done.stored, done.skipped, done.failed) == (CHUNKS - 3, 3, 0)
+    assert done.nbytes == (CHUNKS - 3) * TINY_BYTES
+    assert restored(ns, tokens_of(1, CHUNKS)) == data
+
+
+@pytest.mark.parametrize("code", [errno.EIO, errno.EROFS, errno.ENOSPC], ids=["EIO", "EROFS", "ENOSPC"])
+def test_a_disk_that_fails_makes_a_pull_shorter(
+    code: int, data: bytes, there: kvfs.Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*_: Any) -> int:
+        raise OSError(code, "the disk fails")
+
+    ns = there.namespace("chat", tiny(), "1a")
+    with monkeypatch.context() as patch:
+        patch.setattr(PageAppender, "_append", fail)
+        done = there.pull(ns, tokens_of(1, CHUNKS))
+    assert (done.stored, done.skipped, done.failed) == (0, 0, 1) and "the disk fails" in done.problems[0]
+    there.pull(ns, tokens_of(1, CHUNKS))
     assert restored(ns, tokens_of(1, CHUNKS)) == data
 
 
