@@ -157,6 +157,10 @@ class Fetcher:
         native = self._native()
         if native is None or not pages:
             return {each.load for each, _ in pages}
+        lacking = {
+            each.load for each, runs in pages if not all(self._run_cached(run, each.gm.part_bytes) for run in runs)
+        }
+        pages = [(each, runs) for each, runs in pages if each.load not in lacking]
         cached = [
             LoadRun(
                 each.load, run.held.fd, run.offset, run.stride, each.gm.part_bytes,
@@ -169,7 +173,12 @@ class Fetcher:
         workers = max(1, min(self._c.threads, nbytes // SCATTER_BYTES))
         load = CachedLoad(native, cached, loads, workers)
         self._team.each(load.work, [load.share] * workers)
-        return load.left()
+        return load.left() | lacking
+
+    def _run_cached(self, run: Run, page_bytes: int) -> bool:
+        """As of ``_cached_jobs``."""
+        nbytes = run.span - run.stride + page_bytes
+        return self._c.segments.cached_bytes(run.held, run.offset, nbytes) in (None, nbytes)
 
     def _native(self) -> library.Library | None:
         """The library, unless the tests replace the system calls."""
