@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import secrets
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -108,7 +109,11 @@ class Namespace:
         return EngineSpeeds(self._c.directory).read(self.identity.digest)
 
     def note_compute_speed(self, tokens_per_second: float) -> None:
-        """Tell engines that start later how fast this one computes. Not stored if the disk fails, or read-only."""
+        """Tell engines that start later how fast this one computes. Not stored if the disk fails, or read-only.
+        ConfigError unless it is a positive number.
+        """
+        if not isinstance(tokens_per_second, (int, float)) or not 0 < tokens_per_second < math.inf:
+            raise ConfigError(f"tokens_per_second is {tokens_per_second!r}: pass a positive number")
         EngineSpeeds(self._c.directory).note(self.identity.digest, tokens_per_second)
 
     # -- lookups -----------------------------------------------------------------------------

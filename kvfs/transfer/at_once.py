@@ -41,6 +41,7 @@ class LoadsAtOnce:
     def __init__(self, context: TransportContext) -> None:
         self._context = context
         self._targets: dict[int, CellTargets] = {}  # by group number
+        self._told: set[type[Exception]] = set()
 
     def run(self, loads: Sequence[SmallLoad], end: float) -> list[TransferResult | None]:
         """Copy loads until ``end``, on the clock of the store, TOGETHER_BYTES of them in a call.
@@ -70,8 +71,10 @@ class LoadsAtOnce:
                         begun.add(number)
                         pages += self._scatters(number, load)
                 begun -= self._context.reader.scatter_at_once(pages, len(loads))
-        except Exception:  # the threads load them, or tell each transfer what is wrong
-            log.exception("loads in the engine's thread failed")
+        except Exception as exc:  # the threads load them, or tell each transfer what is wrong
+            if type(exc) not in self._told:  # what fails, fails in each step
+                self._told.add(type(exc))
+                log.exception("loads in the engine's thread failed")
             return [None] * len(loads)
         return [_result(load) if number in begun else None for number, load in enumerate(loads)]
 

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import errno
 import json
+import math
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -12,8 +14,10 @@ import kvfs
 from kvfs.directory.engine_speeds import ENGINES_MAX, TOKENS_PER_SECOND_MAX, EngineSpeeds
 from kvfs.directory.root import Directory
 from kvfs.directory.slot_file import SLOT_BYTES_MIN, SlotFile
+from kvfs.errors import ConfigError
 from kvfs.system.files import Files
 from kvfs.testing import Fault, FaultyFiles
+from tests.stores import tiny
 
 
 @pytest.fixture
@@ -110,3 +114,12 @@ def test_figures_at_their_limits_are_measurements(path: Path, value: list[int]) 
     file = SlotFile(Directory(str(path), Files(), read_only=False), "engines", SLOT_BYTES_MIN)
     file.update(lambda body, room: {"engines": {digest(1).hex(): value}})
     assert speeds(path).read(digest(1)) == value[0]
+
+
+@pytest.mark.parametrize("speed", [0, -1.0, math.nan, math.inf, "fast", None])
+def test_a_speed_that_is_no_positive_number_is_refused(tmp_path: Path, speed: Any) -> None:
+    with kvfs.open(tmp_path / "store", capacity="16MiB") as store:
+        ns = store.namespace("m", tiny(), revision="r1")
+        with pytest.raises(ConfigError, match="tokens_per_second"):
+            ns.note_compute_speed(speed)
+        assert ns.compute_speed() is None

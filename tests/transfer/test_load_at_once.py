@@ -160,8 +160,10 @@ def test_loads_behind_the_time_are_left(ns: kvfs.Namespace, monkeypatch: pytest.
         assert first is not None and second is None
 
 
-def test_an_error_leaves_the_loads_to_the_threads(ns: kvfs.Namespace, monkeypatch: pytest.MonkeyPatch) -> None:
-    """An engine's thread sees none."""
+def test_an_error_leaves_the_loads_to_the_threads(
+    ns: kvfs.Namespace, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """An engine's thread sees none, and the log has it once."""
     saved(ns, 3)
 
     def broken(*_: object) -> set[int]:
@@ -169,7 +171,9 @@ def test_an_error_leaves_the_loads_to_the_threads(ns: kvfs.Namespace, monkeypatc
 
     monkeypatch.setattr(Fetcher, "scatter_at_once", broken)
     with ns.attach(Engine(seed=None).kv, threads=1) as io, ns.match(prompt(3)) as match:
-        assert io.load_at_once([(match, blocks(3))], SECONDS) == [None]
+        for _ in range(3):
+            assert io.load_at_once([(match, blocks(3))], SECONDS) == [None]
+    assert [record.getMessage() for record in caplog.records] == ["loads in the engine's thread failed"]
 
 
 def test_an_interrupt_keeps_no_segment(ns: kvfs.Namespace, monkeypatch: pytest.MonkeyPatch) -> None:
