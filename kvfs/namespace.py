@@ -257,7 +257,9 @@ class Namespace:
         self._reader.touch(match)
 
     def _check_match(self, match: PrefixMatch) -> None:
-        if not isinstance(match, PrefixMatch) or match.namespace != self.identity.digest:
+        if not isinstance(match, PrefixMatch):
+            raise ConfigError(f"match is {type(match).__name__}: pass what match or match_keys returns")
+        if match.namespace != self.identity.digest:
             raise ConfigError("this match is of another namespace: use the one that made it")
 
     # -- saves -------------------------------------------------------------------------------
@@ -337,7 +339,12 @@ class Namespace:
         from a GPU are written to the store by a child process, so that they take nothing of this interpreter.
         Raises ConfigError for a descriptor that does not fit the layout, or a device that does not exist.
         """
+        from kvfs.pages.device_kv import DeviceKV
+
         kvs = [device_kvs] if not isinstance(device_kvs, Sequence) else device_kvs
+        for kv in kvs:
+            if not isinstance(kv, DeviceKV):
+                raise ConfigError(f"device_kvs has {kv!r}: pass kvfs.DeviceKV, one per group")
         args = (self._c, self._appender, self._reader, self._matcher, self.identity, self._retention, kvs)
         settings: dict[str, Any] = {
             "ring_bytes": ring_bytes, "threads": threads, "dirty_bytes": dirty_bytes, "queue_max": queue_max,

@@ -360,6 +360,10 @@ class Store:
 
     def pin(self, name: str, namespace: Namespace, token_ids: TokensLike) -> int:
         """Protect the stored prefix of ``token_ids`` from eviction, under ``name``; returns the tokens pinned."""
+        from kvfs.namespace import Namespace
+
+        if not isinstance(namespace, Namespace):
+            raise ConfigError(f"namespace is {namespace!r}: pass what Store.namespace returns, or use pin_prefix")
         return self._pin(name, lambda: namespace.match(token_ids))
 
     def pin_prefix(self, name: str, ref: str) -> int:

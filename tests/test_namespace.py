@@ -250,19 +250,22 @@ def test_a_process_that_may_have_no_more_threads_stores_large_pages(
     few, begin = iter(range(started)), threading.Thread.start
 
     def start(thread: threading.Thread) -> None:
-        if next(few, None) is None:
+        if thread.name != "kvfs-write" or next(few, None) is None:
             raise RuntimeError("can't start new thread")
         begin(thread)
+
+    def writing() -> int:
+        return sum(thread.name == "kvfs-write" for thread in threading.enumerate())
 
     with kvfs.open(memory_path / "store", capacity="256MiB", segment_bytes="16MiB") as made:
         ns, tokens = made.namespace("m", tiny(head_dim=2048), "1", codec=codec), tokens_of(1, 24)
         half = ns.layout.page_bytes // 2
         pages = b"".join(seeded(n, half) + bytes(half) for n in range(24))
-        before = threading.active_count()
+        before = writing()
         with monkeypatch.context() as patch:
             patch.setattr(threading.Thread, "start", start)
             assert [ns.put(tokens[: 16 * n], pages[: 2 * half * n]).stored for n in (12, 24)] == [12, 12]
-        assert threading.active_count() == before + started
+        assert writing() == before + started
         assert restored(ns, tokens) == pages
 
 
@@ -882,3 +885,17 @@ def test_identities_are_values() -> None:
     one = kvfs.Identity("m", tiny(), "r1", salt="s")
     assert one == kvfs.Identity("m", tiny(), "r1", salt="s") and replace(one, epoch=1) != one
     assert "salt" not in repr(one) and b'"s"' not in one.descriptor_bytes()
+
+
+def test_arguments_of_another_kind_are_named(shared: kvfs.Store, ns: kvfs.Namespace) -> None:
+    nothing: Any = None
+    text: Any = "m"
+    with pytest.raises(ConfigError, match="match is NoneType: pass what match"):
+        ns.get(nothing, bytearray(1))
+    with pytest.raises(ConfigError, match="device_kvs has None: pass"):
+        ns.attach(nothing)
+    with pytest.raises(ConfigError, match="namespace is 'm': pass what"):
+        shared.pin("a", text, tokens_of(1, 1))
+    assert shared.pins() == []
+    with pytest.raises(ConfigError, match="sample is 'm': pass a share"):
+        shared.verify(text)

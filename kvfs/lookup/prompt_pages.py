@@ -216,8 +216,11 @@ class PromptPages:
 
         What is stored by then is skipped. Of keys each page is saved by itself, also behind one that is declined.
         """
-        self._check(wanted, wanted, self.chunks - 1)
-        missing = {name: tuple(sorted(set(chunks))) for name, chunks in wanted.items()}
+        try:
+            self._check(wanted, wanted, self.chunks - 1)
+            missing = {name: tuple(sorted(set(chunks))) for name, chunks in wanted.items()}
+        except TypeError:
+            raise ConfigError(f"wanted is {wanted!r}: map names of groups to lists of chunk numbers") from None
         return SavePlan(self.chunks, tuple(self.hashes), missing, self._identity.digest, self._prompt.keyed)
 
     def note_lookup(self, matched_tokens: int, loads: PrefixMatch | None = None) -> None:

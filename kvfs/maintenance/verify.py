@@ -78,8 +78,8 @@ class Verifier:
         self, context: Context, sample: float, seed: int,
         progress: Callable[[int, int], None] = lambda done, total: None,
     ) -> None:  # fmt: skip
-        if not 0.0 <= sample <= 1.0:
-            raise ConfigError(f"sample is {sample}: pass a share from 0 (structure only) to 1 (every page)")
+        if not isinstance(sample, (int, float)) or not 0.0 <= sample <= 1.0:
+            raise ConfigError(f"sample is {sample!r}: pass a share from 0 (structure only) to 1 (every page)")
         self._c = context
         self._sample = sample
         self._progress = progress  # (bytes of segments checked, all bytes of segments)

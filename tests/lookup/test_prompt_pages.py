@@ -349,3 +349,9 @@ def test_the_restorable_length_has_all_pages_that_it_needs(
         assert pages.needed(0, 4) == {"full": 0, "window": 2, "state": 3}
         assert pages.needed(3, 4) == {"full": 3, "window": 3, "state": 3}
         assert pages.needed(0, 1) == {"full": 0, "window": 0, "state": 0}
+
+
+@pytest.mark.parametrize("wanted", [None, 3, ["full"], {"full": 3}, {"full": "34"}, {"full": None}])
+def test_a_plan_of_anything_but_lists_of_chunks_is_refused(ns: kvfs.Namespace, wanted: Any) -> None:
+    with pytest.raises(kvfs.ConfigError, match="map names of groups to lists of chunk numbers"):
+        ns.prompt(tokens_of(1, 4)).plan(wanted)
